@@ -11,7 +11,8 @@ import pytest
 from stack import PATHS, Processes, Stack
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 
 pytestmark = pytest.mark.promise("6 start and stop")
 

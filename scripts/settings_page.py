@@ -13,7 +13,8 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from stack_settings import chapters
 
-from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, Settings
 
 sys.path.insert(0, str(ROOT / "helm"))
 from chart_schema import CHARTS_OWN  # no package

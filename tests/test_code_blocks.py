@@ -20,7 +20,8 @@ import typer
 import yaml
 
 from lmcache_xpu.cli import app
-from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [

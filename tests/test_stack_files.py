@@ -10,7 +10,8 @@ import yaml
 from support.cache_server_program import disk, options
 from support.container_files import COMPOSE, DOCKERFILE, EXAMPLE, ROOT, SERVICES
 
-from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import CPU_KV_CACHE_GIB, ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.launch.sizing import KVShape
 
 REFERENCE = (ROOT / "docs/reference/settings.md").read_text()

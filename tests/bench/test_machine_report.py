@@ -11,21 +11,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lmcache_xpu.bench import machine_report
-from lmcache_xpu.bench.machine_report import MachineReport
+from lmcache_xpu.bench.machine_report import MachineReport, Part, parts
 from lmcache_xpu.bench.redaction import Redactor
-from lmcache_xpu.bench.runner import Result
 from lmcache_xpu.cli import app
-from lmcache_xpu.errors import EngineError
+
+GOOD = Part(("print('device: cpu')",))
 
 
-def everything(path: Path) -> dict:
-    """The JSON block of a report."""
-    block = path.read_text().rpartition("```json\n")[2]
-    return json.loads(block.removesuffix("```\n"))
-
-
-def make(path: Path, **environ: str) -> MachineReport:
-    return MachineReport(path, "lmcache-xpu report", Redactor(environ))
+def make(directory: Path, **environ: str) -> MachineReport:
+    figures = directory / "figures.json"
+    return MachineReport(directory / "r.md", "lmcache-xpu report", Redactor(environ), figures)
 
 
 class Lines(Console):
@@ -39,134 +34,116 @@ class Lines(Console):
         return self.file.getvalue().splitlines()
 
 
-def good(*_):
-    return True, {"device": "cpu", "text": "device: cpu"}
-
-
-def test_parts_that_fail_are_entries_and_lose_no_other(tmp_path):
-    def fail(*_):
-        raise EngineError("a driver that hangs", "an answer")
-
-    report = make(tmp_path / "r.md")
-    console = Lines()
-    parts = {"machine": good, "doctor": fail, "bench": lambda *_: (False, {})}
-    assert report.run(parts, console) is False
-    results = everything(tmp_path / "r.md")["parts"]
-    assert [results[name]["outcome"] for name in results] == ["ok", "failed", "bad"]
-    assert results["machine"]["facts"] == {"device": "cpu"}
+def test_parts_that_fail_are_entries_and_lose_no_other(tmp_path, monkeypatch):
+    crash = "import os, signal; print('before', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
+    report = make(tmp_path)
+    programs = {
+        "machine": GOOD,
+        "doctor": Part((crash,)),
+        "hangs": Part(("import time; print('so far', flush=True); time.sleep(60)",), limit_s=1),
+        "bench": Part(("raise SystemExit(1)",)),
+    }
+    assert report.run(programs, console := Lines()) is False
+    words = [outcome.word.split(":")[0] for outcome in report.outcomes.values()]
+    assert words == ["ok", "**failed**", "**failed**", "**bad news**"]
     text = (tmp_path / "r.md").read_text()
-    assert "EngineError: found a driver that hangs" in text
-    assert "| doctor | **failed**: see below |" in text
-    assert len(console.shown) == 3
+    assert "| doctor | **failed**: exit code -11 |" in text
+    assert "| hangs | **failed**: no answer within 1 s |" in text
+    assert "## Machine\n\n```text\ndevice: cpu\n```" in text
+    assert "```text\nbefore\n" in text
+    assert "```text\nso far\n" in text
+    assert len(console.shown) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["r.md"]
 
 
-def test_the_file_is_there_from_the_start_and_after_each_step(tmp_path):
-    path, outcomes = tmp_path / "r.md", []
-
-    def look(console, save):
-        outcomes.append(everything(path)["parts"]["later"]["outcome"])
-        save({"engines": 1})
-        outcomes.append(everything(path)["parts"]["now"]["facts"])
-        return True, {"engines": 2}
-
-    report = make(path)
-    assert report.run({"now": look, "later": good}, Lines())
-    assert outcomes == ["not run", {"engines": 1}]
-    assert everything(path)["parts"]["now"]["facts"] == {"engines": 2}
+def test_the_file_is_there_from_the_start_and_has_the_figures(tmp_path):
+    path, figures = tmp_path / "r.md", tmp_path / "figures.json"
+    look = f"""
+import json
+text = open({str(path)!r}).read()
+assert "| now | was running" in text and "| later | not run" in text
+json.dump({{"exact": 1.0, "path": "/home/bob/x"}}, open({str(figures)!r}, "w"))
+"""
+    assert make(path.parent).run({"now": Part((look,)), "later": GOOD}, Lines())
+    block = path.read_text().rpartition("```json\n")[2].removesuffix("```\n")
+    assert json.loads(block) == {"exact": 1.0, "path": "<path>"}
 
 
-def test_ctrl_c_leaves_what_was_measured(tmp_path):
-    def stop(console, save):
-        save({"exact": 1.0})
-        raise KeyboardInterrupt
+def test_ctrl_c_ends_the_program_and_leaves_what_was_measured(tmp_path, monkeypatch):
+    ended = []
 
-    report = make(tmp_path / "r.md")
+    class Program(machine_report.subprocess.Popen):
+        def communicate(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+        def terminate(self):
+            ended.append(self.args[2:])
+            super().terminate()
+
+    report = make(tmp_path)
+    (tmp_path / "figures.json").write_text('{"exact": 1.0}')
+    monkeypatch.setattr(machine_report.subprocess, "Popen", Program)
     with pytest.raises(KeyboardInterrupt):
-        report.run({"a": good, "b": stop, "c": good}, Lines())
-    results = everything(tmp_path / "r.md")["parts"]
-    assert [results[name]["outcome"] for name in "abc"] == ["ok", "interrupted", "not run"]
-    assert results["b"]["facts"] == {"exact": 1.0}
+        report.run({"b": Part(("import time; time.sleep(60)",)), "c": GOOD}, Lines())
+    assert ended == [["import time; time.sleep(60)"]]
+    text = (tmp_path / "r.md").read_text()
+    assert "| b | interrupted |" in text
+    assert "| c | not run |" in text
+    assert '"exact": 1.0' in text
 
 
-def test_secrets_of_facts_and_errors_are_in_no_part_of_the_file(tmp_path):
-    def fail(*_):
-        raise RuntimeError("refused: s3cret-key at 10.1.2.3")
-
-    def tell(*_):
-        return True, {"text": "key s3cret-key", "path": ["/home/bob/x"]}
-
-    report = make(tmp_path / "r.md", API_KEY="s3cret-key")
-    report.run({"a": fail, "b": tell}, console := Lines())
-    for text in ((tmp_path / "r.md").read_text(), *console.shown):
-        assert not [word for word in ("s3cret", "10.1.2.3", "bob") if word in text]
+def test_secrets_of_what_is_printed_are_in_no_part_of_the_file(tmp_path):
+    fail = "raise RuntimeError('refused: s3cret-key at 10.1.2.3')"
+    tell = "print('key s3cret-key in', '/home/bob/' + 60 * 'x' + '/bob')"
+    report = make(tmp_path, API_KEY="s3cret-key")
+    report.run({"a": Part((fail,)), "b": Part((tell,))}, console := Lines())
+    text = (tmp_path / "r.md").read_text()
+    assert "RuntimeError: refused: (secret) at (address)" in text
+    for shown in (text, *console.shown):
+        assert not [word for word in ("s3cret", "10.1.2.3", "bob") if word in shown]
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """Engines and programs that answer at once."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_bench_is_a_command_that_exists(monkeypatch, tmp_path, quick):
+    """Of which the measuring alone is left out."""
     monkeypatch.setattr(machine_report, "built_for", lambda: "cpu")
-    exact = [1.0]
+    asked = {}
 
-    def run(shape, variants, jobs, *, save, **_):
-        results = [
-            Result(variant.name, variant.title, exact=None if variant.name == "none" else exact[0])
-            for variant in variants
-        ]
-        save(results)
-        return results
+    def run(shape, variants, jobs, *, repeats, timeout_s, **_):
+        engines = [variant.name for variant in variants]
+        asked.update(engines=engines, jobs=[*jobs], how=(repeats, timeout_s))
+        return []
 
-    def ask(program, console):
-        if "doctor" in program:
-            checks = [{"outcome": "ok", "name": "transfer", "found": "every byte", "advice": ""}]
-            return 0, {"ok": True, "checks": checks}
-        return 0, {"device": "cpu"}
-
-    monkeypatch.setattr(machine_report.runner, "run", run)
-    monkeypatch.setattr(machine_report, "_ask_python", ask)
-    return exact
-
-
-@pytest.mark.parametrize("options", [[], ["--quick"]])
-def test_the_command_writes_one_file(stand_ins, tmp_path, options):
-    path = tmp_path / "r.md"
-    done = CliRunner().invoke(app, ["report", str(path), *options], catch_exceptions=False)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    figures = tmp_path / "figures.json"
+    [_, *words] = parts(figures, quick=quick, timeout_s=7)["bench"].words
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    answer = everything(path)
-    assert list(answer["parts"]) == ["machine", "doctor", "bench"]
-    assert {part["outcome"] for part in answer["parts"].values()} == {"ok"}
-    assert "100.00% of the blocks are the same, to the byte" in path.read_text()
-    engines = [result["variant"] for result in answer["parts"]["bench"]["facts"]["results"]]
-    assert engines == ["none", "ours"] + ["ours-layerwise"] * (not options)
+    assert asked["engines"] == ["none", "ours"] + ["ours-layerwise"] * (not quick)
+    assert asked["jobs"][:: 1 if quick else 5] == ["1024", "4 x (1024 + 128)"]
+    assert asked["how"] == (1 if quick else 3, 7)
+    assert json.loads(figures.read_text())["machine"] == {"device": "cpu"}
 
 
-def test_other_bytes_end_with_1(stand_ins, tmp_path):
-    stand_ins[0] = 0.5
+def test_the_command_writes_one_file(monkeypatch, tmp_path):
+    def stand_ins(figures, *, quick, timeout_s):
+        return {"machine": GOOD, "bench": Part((f"open({str(figures)!r}, 'w').write('{{}}')",))}
+
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(machine_report, "parts", stand_ins)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r.md")], catch_exceptions=False)
-    assert done.exit_code == 1
-    assert everything(tmp_path / "r.md")["parts"]["bench"]["outcome"] == "bad"
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "r.md").read_text()
+    assert "device: cpu" in text
+    assert text.endswith("```json\n{}\n```\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.md"]
 
 
-def test_a_file_that_exists_or_can_not_be_written_is_refused_first(stand_ins, tmp_path):
+def test_a_file_that_exists_or_can_not_be_written_is_refused_first(tmp_path):
     (tmp_path / "r.md").write_text("an earlier one")
     for path, words in (("r.md", "which exists"), ("nodir/r.md", "can't be written")):
         done = CliRunner().invoke(app, ["report", str(tmp_path / path)])
         assert (done.exit_code, words in done.stderr) == (2, True)
     assert (tmp_path / "r.md").read_text() == "an earlier one"
-
-
-def test_a_program_that_dies_or_hangs_says_so(monkeypatch):
-    def ask(program):
-        return machine_report._ask_python(program, Console(quiet=True))
-
-    with pytest.raises(EngineError, match="exit code -11"):
-        ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    monkeypatch.setattr(machine_report, "DOCTOR_S", 0.5)
-    with pytest.raises(EngineError, match="hangs"):
-        ask("import time; time.sleep(60)")
-    monkeypatch.setattr(machine_report, "DOCTOR_S", 60)
-    noisy = (
-        "import json; print('{noise}'); print(json.dumps({'a': {'b': 1}}, indent=1)); print('x')"
-    )
-    assert ask(noisy) == (0, {"a": {"b": 1}})

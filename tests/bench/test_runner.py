@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 
 from lmcache_xpu.bench import runner
 from lmcache_xpu.bench.engine import _digests, at_server
-from lmcache_xpu.bench.report import EngineFigures
+from lmcache_xpu.bench.report import Report
 from lmcache_xpu.bench.runner import Result, _cause, device_masks, run
 from lmcache_xpu.bench.shapes import LARGE_GIB, SHAPES, chosen, default_name, shape_named
 from lmcache_xpu.bench.variants import SERVER_URL, variants, variants_named
@@ -26,8 +27,7 @@ from lmcache_xpu.launch.settings import Settings
 SMALL = shape_named("small")
 PYTHON = sys.executable
 # Of each engine, in files that others may read.
-FIELDS = {"variant", "title", "error", "seconds", "exact", "ms", "tokens", "link_gb_s"}
-FIELDS |= {"hit_over_limit", "store_over_recompute"}
+FIELDS = {"variant", "title", "error", "seconds", "exact", "link_gb_s", "rounds", "medians"}
 
 
 def results() -> list[Result]:
@@ -47,37 +47,38 @@ def results() -> list[Result]:
 
 def test_limits_and_ratios():
     """A whole prompt's limit has a copy in it, a later turn's has none: it can hide."""
-    figures = EngineFigures(SMALL, results())
-    _, ours, bad = figures.results
+    report = Report(SMALL, results())
+    none, ours, bad = report.results
     copy_ms = 1024 * SMALL.model.kv_bytes_per_token / 1.0e9 * 1e3
-    assert figures.limit_ms("1024") == pytest.approx(10 + copy_ms)
-    assert figures.limit_ms("2048 + 256") == pytest.approx(50)
-    assert figures.hit_ratio(ours, "1024") == pytest.approx(40 / (10 + copy_ms))
-    assert figures.hit_ratio(ours, "2048 + 256") == pytest.approx(1.1)
-    assert figures.store_ratio(ours, "1024") == pytest.approx(1.02)
-    assert figures.hit_ratio(bad, "1024") is None
+    whole, turn = (report.figures(ours, row) for row in ("1024", "2048 + 256"))
+    assert whole["limit"] == pytest.approx(10 + copy_ms)
+    assert whole["tier / limit"] == pytest.approx(40 / (10 + copy_ms))
+    assert whole["recompute / alone"] == pytest.approx(1.02)
+    assert turn["limit"] == pytest.approx(50)
+    assert turn["tier / limit"] == pytest.approx(1.1)
+    assert report.figures(none, "1024") == {"recompute": 200, "own prefix": 10}
+    assert report.figures(bad, "1024") == {}
 
 
 def test_what_is_not_exact_or_did_not_run_is_shown():
-    figures = EngineFigures(SMALL, results())
+    figures = Report(SMALL, results())
     console = Console(width=140, record=True, file=io.StringIO())
     figures.show(console)
     text = console.export_text()
     assert "ours: 100.00% of the blocks are the same, to the byte" in text
     assert "LMCache: NOT EXACT, 31.65% of the blocks" in text
     assert "LMCache: AssertionError: layout" in text
-    assert "1.10" in text
+    assert text.count("LMCache") == 2  # in no table
+    assert "1.1" in text
     facts = json.loads(json.dumps(figures.as_dict()))
-    assert facts["limits_ms"]["2048 + 256"] == pytest.approx(50)
-    assert facts["results"][1]["tokens"] == {"1024": 1024, "2048 + 256": 2048}
-    assert facts["results"][1]["ms"]["2048 + 256"]["tier"] == pytest.approx(55)
+    assert facts["results"][1]["medians"]["2048 + 256"]["limit"] == pytest.approx(50)
+    assert facts["requests"]["2048 + 256"] == {"history": 2048, "new": 256, "count": 1}
     assert set(facts["results"][1]) == FIELDS
 
 
 def test_without_the_plain_engine_there_are_no_limits():
-    figures = EngineFigures(SMALL, results()[1:])
-    assert figures.limit_ms("1024") is None
-    assert figures.hit_ratio(figures.results[0], "1024") is None
+    ours = results()[1]
+    assert Report(SMALL, [ours]).figures(ours, "1024") == ours.medians["1024"]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -125,14 +126,13 @@ def test_why_an_engine_ended():
 
 
 def jobs_of(*names: str) -> dict:
-    return {name: row.measure for name, row in chosen("row", SMALL.rows, names).items()}
+    return {name: row.measure for name, row in chosen("row", SMALL.requests, names).items()}
 
 
 CONNECT = """
 import os, sys
 from multiprocessing.connection import Connection
 connection = Connection(int(sys.argv[-1]))
-connection.send({})
 """
 STAND_IN = f"""{CONNECT}
 def note(what):
@@ -165,7 +165,7 @@ def test_results_are_saved_after_each_row(monkeypatch, tmp_path):
         saved.append([len(result.rounds) for result in results])
 
     run_small(monkeypatch, STAND_IN, ["none", "ours"], save=save)
-    rows = range(len(SMALL.rows) + 1)
+    rows = range(len(SMALL.requests) + 1)
     assert saved == [[row] for row in rows] + [[rows[-1], row] for row in rows]
 
 
@@ -208,11 +208,10 @@ engine.main()
 """
     monkeypatch.setattr(runner, "PROGRAM", program)
     (result,) = run(
-        SMALL,
+        replace(SMALL, loaded=True),  # nothing is compared
         variants_named(SMALL, ["ours"]),
         jobs_of("1024", "2048 + 256"),
         repeats=1,
-        compare=False,
         timeout_s=60,
         console=Console(quiet=True),
         save=lambda _: None,
@@ -301,4 +300,4 @@ def test_a_hit_is_exact_and_beats_recomputing(tmp_path: Path):
     none, ours = json.loads(figures.read_text())["results"]
     assert ours["exact"] == 1
     for row in ("2048", "4096"):
-        assert ours["ms"][row]["tier"] < 0.6 * none["ms"][row]["recompute"]
+        assert ours["medians"][row]["tier"] < 0.6 * none["medians"][row]["recompute"]

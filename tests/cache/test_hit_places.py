@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from support.lending import Key
 
-from lmcache_xpu.cache.hit_places import Hit, ObjectSlots, rows_of, sent_rows
+from lmcache_xpu.cache.hit_places import Hit, ObjectSlots, Rows, received, sent
 from lmcache_xpu.errors import TransferError
 
 
@@ -27,10 +27,9 @@ def test_objects_of_groups_that_the_engine_lacks_are_refused():
 
 def test_questions_and_answers_arrive_as_they_were_sent():
     hit = Hit.of_key(7, 3, Key(tuple(range(24)), 8, 24, cache_salt="a salt"))
-    assert Hit.received(hit.sent()) == hit
+    assert received(sent(hit), Hit) == hit
     assert (hit.instance_id, hit.number) == (7, 3)
     assert (hit.request_id, hit.cache_salt) == ("request", "a salt")
     assert (hit.start, hit.end, hit.worker_id) == (8, 24, 0)
-    rows = [(0, 1, 0, 4096), (1, 0, 2**40, 1)]
-    assert rows_of(sent_rows(reversed(rows))) == rows
-    assert rows_of(b"") == []
+    rows: Rows = [(0, 1, 0, 4096), (1, 0, 2**40, 1)]
+    assert received(sent(rows), Rows) == rows

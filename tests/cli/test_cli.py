@@ -92,9 +92,7 @@ def test_a_server_that_is_not_there_is_one_line_and_no_engine(how, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("ran"))
     result = run("serve", "m", f"--port={free_port()}", "--cache=server", "--server-url", url, *how)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(
-        f"lmcache-xpu: found no answer from an LMCache server at {url};"
-    )
+    assert f"no answer from an LMCache server at {url};" in result.stderr
     assert "leave server_url unset" in result.stderr
     assert result.stderr.count("\n") == 1
 

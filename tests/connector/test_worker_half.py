@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
+from lmcache_xpu.cache.hit_places import RESERVE
 from lmcache_xpu.connector import worker_half
 from lmcache_xpu.connector.request_guard import Unserved
 from lmcache_xpu.connector.step import Step
@@ -84,7 +85,7 @@ def test_a_server_that_answers_the_heartbeat_alone_is_not_asked_for_transfers(se
     server.wait_for_heartbeats(4)
     assert not healthy.is_set()
     assert server.asked.count(REGISTER) == 1
-    assert server.asked.count("prepare_store") == 1
+    assert server.asked.count(RESERVE) == 1
     server.reads_keys = True
     until(healthy.is_set)
     assert server.asked.count(REGISTER) == 2
@@ -121,7 +122,6 @@ def test_a_step_that_was_begun_before_is_not_asked_for_again():
         "begin_step",
         "fail",
         "ask",
-        "end_early",
         "begin_answered",
         "begin_answered",
     ]
@@ -205,4 +205,4 @@ def test_a_rank_that_holds_what_another_stores_stores_nothing(alone, monkeypatch
     monkeypatch.setattr(half._client.scope, "is_writer", False)
     run(half, Step(frozenset(), 8, [chunks_of(STORED)]))
     assert not half.transfers.busy
-    assert "prepare_store" not in half._client.requests.calls
+    assert RESERVE not in half._client.requests.calls

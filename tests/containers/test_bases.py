@@ -10,8 +10,9 @@ import os
 
 import pytest
 from stack import tag
+from support.image_packages import IMAGE_PACKAGES
 
-from lmcache_xpu.versions import IMAGE_PACKAGES, TESTED
+from lmcache_xpu.versions import TESTED
 
 VLLM = os.environ.get("VLLM", "")
 STANDINS = "tests/containers/standins.Dockerfile"

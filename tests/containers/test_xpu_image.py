@@ -8,8 +8,9 @@ import re
 import pytest
 from docker_host import ROOT
 from stack import tag
+from support.image_packages import IMAGE_PACKAGES
 
-from lmcache_xpu.versions import IMAGE_PACKAGES, TESTED, installed
+from lmcache_xpu.versions import TESTED, installed
 
 STANDINS = "tests/containers/standins.Dockerfile"
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()

@@ -27,6 +27,7 @@ from support.step_loading import (
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
+from lmcache_xpu.cache.hit_places import LOCATE, RELEASE
 from lmcache_xpu.cache.server import GivenUpError
 from lmcache_xpu.copies import step_loads
 from lmcache_xpu.copies.load_pipelines import LoadPipeline
@@ -40,7 +41,7 @@ def test_each_layer_is_there_when_the_engine_comes_to_it_and_nothing_else_change
     assert unchanged(stored, [block for block in range(BLOCKS) if block not in LOADED])
     assert not stored.loads.take()
     assert not stored.transfers.busy
-    assert stored.client.calls[-2:] == ["prepare_retrieve", "commit_retrieve"]
+    assert stored.client.calls[-2:] == [LOCATE, RELEASE]
 
 
 def test_layers_come_one_after_another(stored):
@@ -199,7 +200,7 @@ def test_what_is_still_on_its_way_is_decided_by_a_thread_that_goes_on_after_an_e
     for name in LAYERS:
         stored.look(name, OTHERS)
     stored.loads.end()
-    assert stored.client.calls.count("commit_retrieve") == 0  # memory is held until then
+    assert stored.client.calls.count(RELEASE) == 0  # memory is held until then
     ends.set()
     assert set(first) == set(LOADED)
     assert set(stored.loads.take()) == set()

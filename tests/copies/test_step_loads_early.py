@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -19,25 +21,12 @@ from support.step_loading import (
 from support.step_loading import engine as engine  # a fixture
 from support.step_loading import stored as stored  # a fixture
 
+from lmcache_xpu.cache.hit_places import LOCATE, RELEASE, sent
 from lmcache_xpu.copies import step_loads
-
-
-def test_what_was_asked_before_the_step_is_asked_once(stored):
-    stored.client.calls.clear()
-    stored.ask_early()
-    stored.loads.begin_step(LOADED)  # ends an earlier step, and not this question
-    stored.ask(named=False)  # nor is the key made again
-    stored.loads.end_early()
-    stored.begin(whole=False)
-    assert all(stored.look(name, LOADED) for name in LAYERS)
-    stored.loads.end()
-    assert not stored.loads.take()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
 
 
 def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
     count = failures("load", "ZeroDivisionError")
-    stored.ask_early(named=False)
     stored.loads.begin_step(LOADED)
     stored.ask(named=False)
     stored.begin(whole=False)
@@ -46,39 +35,9 @@ def test_a_chunk_that_can_not_be_named_fails_its_load_alone(stored):
     assert failures("load", "ZeroDivisionError") == count + 1
 
 
-def test_what_was_asked_for_no_step_is_given_back(stored):
-    stored.client.calls.clear()
-    stored.ask_early()
-    stored.loads.begin_step(())
-    stored.loads.end_early()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-    assert not stored.transfers.busy
-    assert stored.load() == [True] * len(LAYERS)  # it is asked anew
-
-
-def test_a_request_is_asked_for_once_however_often_the_scheduler_says_so(stored):
-    stored.client.calls.clear()
-    stored.ask_early()
-    stored.ask_early(named=False)
-    stored.loads.begin_step(())
-    stored.loads.end_early()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
-
-
-def test_a_question_of_another_range_fails_its_load_and_writes_nothing(stored):
-    count = failures("load", "TransferError")
-    stored.ask_early(start=8)
-    stored.load(looks=False)
-    assert set(stored.loads.take()) == set(LOADED)
-    assert failures("load", "TransferError") == count + 1
-    assert not stored.look(LAYERS[0], LOADED)
-    assert stored.client.calls.count("commit_retrieve") == 1  # nothing of it is read any more
-
-
 def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
     count = failures("load", "server")
     stored.healthy.clear()
-    stored.ask_early()
     stored.load(looks=False)
     assert set(stored.loads.take()) == set(LOADED)
     assert failures("load", "server") == count + 1
@@ -124,18 +83,16 @@ def test_a_load_that_can_not_be_planned_costs_no_other(stored, monkeypatch):
     stored.loads.end()
     assert set(stored.loads.take()) == set(OTHERS)
     assert failures("load", "ZeroDivisionError") == count + 1
-    assert stored.client.calls.count("commit_retrieve") == 2  # nothing of either is read any more
+    assert stored.client.calls.count(RELEASE) == 2  # nothing of either is read any more
     assert torch.equal(stored.caches[LAYERS[0]][LOADED], stored.before[0][STORED])
 
 
 @pytest.fixture
 def begun(stored):
-    """A step that has been decided on, whose load was asked for before."""
+    """A step that has been decided on."""
     stored.client.calls.clear()
-    stored.ask_early()
     stored.loads.begin_step(LOADED)
-    stored.ask(named=False)
-    stored.loads.end_early()
+    stored.ask()
     stored.loads.begin_answered(4, scheduling=True)
     return stored
 
@@ -148,13 +105,13 @@ def test_layers_come_before_a_worker_hears_of_the_step(begun):
     begun.loads.end()
     assert not begun.loads.take()
     assert not begun.transfers.busy
-    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert begun.client.calls == [LOCATE, RELEASE]
 
 
 def test_a_step_that_vllm_gives_up_before_a_worker_hears_of_it_leaves_nothing(begun):
     begun.loads.begin_step(())  # the next one
     assert not begun.transfers.busy
-    assert begun.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert begun.client.calls == [LOCATE, RELEASE]
     assert set(begun.loads.take()) == set(LOADED)
     assert begun.load() == [True] * len(LAYERS)
 
@@ -163,9 +120,8 @@ def test_a_step_that_loads_nothing_in_the_end_lets_the_next_begin_early(stored, 
     with monkeypatch.context() as planted:
         planted.setattr(stored.copies, "beside_layers", lambda *_: 1 // 0)
         stored.load(looks=False)
-    stored.ask_early()
     stored.loads.begin_step(LOADED)
-    stored.ask(named=False)
+    stored.ask()
     stored.loads.begin_answered(4, scheduling=True)
     stored.begin()
     assert all(stored.look(name, LOADED) for name in LAYERS)
@@ -173,12 +129,10 @@ def test_a_step_that_loads_nothing_in_the_end_lets_the_next_begin_early(stored, 
 
 def test_what_the_server_has_not_answered_begins_when_it_has(stored, monkeypatch):
     client, late = stored.client, Answer(comes=False)
-    ask = client.prepare_retrieve
-    late._result = ask(KEY, 1).result()
-    monkeypatch.setattr(client, "prepare_retrieve", lambda *_: late)
-    stored.ask_early()
+    late._result = SimpleNamespace(success=True, payload=sent(client.locate(KEY)))
+    monkeypatch.setattr(client, "server_module_call", lambda _: late)
     stored.loads.begin_step(LOADED)
-    stored.ask(named=False)
+    stored.ask()
     for scheduling in (True, False):
         stored.loads.begin_answered(4, scheduling=scheduling)
         assert unchanged(stored, LOADED)
@@ -198,5 +152,5 @@ def test_a_load_that_vllm_never_began_is_given_back(stored, monkeypatch):
     stored.ask()
     stored.loads.begin_answered(4)
     stored.loads.end()
-    assert stored.client.calls == ["prepare_retrieve", "commit_retrieve"]
+    assert stored.client.calls == [LOCATE, RELEASE]
     assert set(stored.loads.take()) == set(LOADED)

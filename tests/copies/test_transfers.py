@@ -22,6 +22,7 @@ from support.lending import (
 
 pytest.importorskip("vllm")
 
+from lmcache_xpu.cache.hit_places import COMMIT, REGISTER, RESERVE
 from lmcache_xpu.copies import transfers
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import LayoutError, SettingsError
@@ -95,7 +96,7 @@ def test_what_the_server_has_is_not_stored_again(dense):
     worker, _ = dense
     assert worker.store([STORED])
     assert worker.store([STORED])
-    assert worker.client.calls.count("commit_store") == 1
+    assert worker.client.calls.count(COMMIT) == 1
 
 
 def test_what_a_worker_left_half_written_is_not_loaded(dense, monkeypatch):
@@ -165,7 +166,7 @@ def test_a_server_that_does_not_answer_costs_one_wait_and_is_lost(dense):
     assert not worker.store([STORED])
     assert time.monotonic() - begin < TIMEOUT_S
     assert torch.equal(layers[0], before)
-    assert worker.client.calls == ["register", "prepare_store"]  # it is asked nothing more
+    assert worker.client.calls == ["register", REGISTER, RESERVE]  # it is asked nothing more
 
 
 def test_the_engine_is_not_held_and_takes_its_blocks_back(dense):
@@ -221,7 +222,7 @@ def test_a_server_without_shared_memory_is_refused(dense):
 @pytest.fixture
 def hybrid():
     """A worker with layers of a whole prompt, of a window of 12 tokens, and with a state."""
-    client = Client(module=True)
+    client = Client()
     whole = {f"whole {n}": filled(n) for n in range(2)}
     window = {"window": filled(2)}
     page = filled(3).reshape(BLOCKS, -1).contiguous()

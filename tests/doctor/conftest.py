@@ -42,7 +42,6 @@ def machine(root):
             "may_open": lambda _: True,
             "loads": lambda _: True,
             "torch": lambda: B60,
-            "memlock_bytes": -1,
             "refusal": lambda: "",
         }
         return Machine(**facts | changes)

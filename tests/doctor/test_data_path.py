@@ -9,32 +9,8 @@ import pytest
 import torch
 from support.checks import said
 
-from lmcache_xpu import doctor
 from lmcache_xpu.doctor import software
-from lmcache_xpu.doctor.check import fail, ok
-from lmcache_xpu.stock.connector import LMCacheXPUConnector
 from lmcache_xpu.versions import TESTED, Versions
-
-NAMES = ("LMCacheXPUConnector", "LMCacheConnectorV1")
-
-
-class Other:
-    """A connector of somebody else."""
-
-
-def factory(**classes: type) -> SimpleNamespace:
-    return SimpleNamespace(
-        KVConnectorFactory=SimpleNamespace(get_connector_class_by_name=classes.__getitem__)
-    )
-
-
-def test_whose_connector_vllm_makes():
-    both = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=LMCacheXPUConnector)
-    assert said(software.check_connector(both, NAMES), "ok", "this package's")
-    own = factory(LMCacheXPUConnector=LMCacheXPUConnector, LMCacheConnectorV1=Other)
-    assert said(software.check_connector(own, NAMES), "warn", "LMCACHE_XPU_STOCK")
-    none = factory(LMCacheXPUConnector=Other, LMCacheConnectorV1=Other)
-    assert said(software.check_connector(none, NAMES), "fail", "Another package")
 
 
 def test_kernels(monkeypatch):
@@ -58,15 +34,6 @@ def test_pinning(monkeypatch, operation):
     check = software.check_pinning("xpu")
     assert check.outcome == ("ok" if operation == "xpu_host_register" else "warn")
     assert "vllm-xpu-kernels" in check.found
-
-
-def test_no_connector_is_looked_for_where_the_versions_are_refused(monkeypatch):
-    """It is not registered there; the checks before it say why."""
-    monkeypatch.setattr(software, "check_imports", lambda modules: ok("imports", ""))
-    monkeypatch.setattr(software, "check_patches", lambda status: fail("patches", "none", ""))
-    names = [check.name for check in doctor.examine_build(doctor.Machine())]
-    assert "patches" in names
-    assert "connector" not in names
 
 
 def test_a_release_with_changes_is_named_and_not_refused():

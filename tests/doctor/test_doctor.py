@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -21,19 +20,6 @@ from lmcache_xpu.doctor import check_start, memory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.engine_process import free_port
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.preflight import preflight
-
-
-def test_serve_stops_for_the_same_reasons(machine, root):
-    settings = load(device="xpu", port=65431)
-    with pytest.raises(SettingsError, match="RENDER_GID"):
-        preflight(settings, {}, machine(may_open=lambda _: False))
-    shutil.rmtree(root / "dev/dri")
-    with pytest.raises(SettingsError, match=r"no renderD\*"):
-        preflight(settings, {}, machine())
-
-
-# Driver, runtime, PyTorch
 
 
 def run(*args, **environ):
@@ -96,7 +82,7 @@ def test_the_build_needs_neither_device_nor_settings():
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (0, True), report
     assert [c["name"] for c in report["checks"]] == [
-        *("versions", "imports", "packages", "patches", "connector", "kernels", "pinning")
+        *("versions", "imports", "packages", "patches", "kernels", "pinning")
     ]
 
 
@@ -105,9 +91,8 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     monkeypatch.setattr(doctor, "examine_build", lambda _: iter(()))
     names = [check.name for check in doctor.examine(load(port=65431), machine())]
     assert {"device nodes", "kernel driver", "oneAPI runtime", "PyTorch's devices"} <= set(names)
-    assert {"GPU selection", "pinned memory"} <= set(names)
+    assert {"pinned memory", "copy engine"} <= set(names)
     assert not {"GPUs together", "memory handles"} & set(names)
-    assert "copy engine" in names
     two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
     rival = machine(torch=lambda: two, environ={"VLLM_CPU_KVCACHE_SPACE": "8"})
     checks = {
@@ -152,7 +137,7 @@ def test_several_gpus_that_may_hang_are_mentioned_before_the_start(machine, sett
 
 
 def test_a_failed_check_is_refused_in_the_doctors_words(machine, settings):
-    """48 of 64 GiB are available: preflight lets 50 pass, the doctor does not."""
+    """48 of 64 GiB are available."""
     check = memory.check_memory(machine(), settings(cpu_gib=50))
     with pytest.raises(SettingsError) as refused:
         check_start(settings(cpu_gib=50), machine())
@@ -163,10 +148,10 @@ def test_a_failed_check_is_refused_in_the_doctors_words(machine, settings):
 
 
 def test_what_is_refused_depends_on_the_device(machine, settings, tmp_path):
-    one_gpu = machine(environ={"ZE_AFFINITY_MASK": "0"})
-    with pytest.raises(SettingsError, match="ZE_AFFINITY_MASK=0 with tensor_parallel=2"):
-        check_start(settings(tensor_parallel=2), one_gpu)
-    check_start(settings(tensor_parallel=2, offload=False, device="cuda"), one_gpu)
+    closed = machine(may_open=lambda _: False)
+    with pytest.raises(SettingsError, match=r"device nodes: renderD128.*RENDER_GID"):
+        check_start(settings(), closed)
+    check_start(settings(offload=False, device="cuda"), closed)
     no_compiler = machine(environ={"PATH": str(tmp_path / "nowhere")})
     with pytest.raises(SettingsError, match=r"no g\+\+; .*enforce_eager"):
         check_start(settings(device="cpu"), no_compiler)
@@ -177,9 +162,7 @@ def test_what_is_refused_depends_on_the_device(machine, settings, tmp_path):
     ("changes", "planted", "words"),
     [
         ({"cpu_gib": 40}, {}, "host memory: .* Lower cpu_gib"),
-        ({}, {"memlock_bytes": 2**26}, "pinned memory: at most 64 MiB .*memlock"),
         ({"disk_gib": 1e6}, {}, r"disk tier: .*GiB to be had; disk_gib x devices is 1e\+06"),
-        ({}, {"environ": {"PYTHONHASHSEED": "7"}}, "hash seed: PYTHONHASHSEED=7"),
     ],
 )
 def test_a_warning_is_one_line(machine, settings, root, caplog, changes, planted, words):
@@ -193,7 +176,7 @@ def test_a_warning_is_one_line(machine, settings, root, caplog, changes, planted
 
 
 def test_without_offload_the_tiers_are_not_looked_at(machine, settings, caplog):
-    check_start(settings(cpu_gib=1000, offload=False), machine(memlock_bytes=GIB))
+    check_start(settings(cpu_gib=1000, offload=False), machine())
     assert warnings(caplog) == []
 
 

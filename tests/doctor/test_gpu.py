@@ -111,14 +111,3 @@ def test_a_b70_is_told_of_its_copy_engine_until_the_variable_is_set(machine, roo
     for value in ("0", "1"):
         check = gpu.check_copy_engine(machine(environ={name: value}))
         assert said(check, "ok", f"{name}={value}")
-
-
-@pytest.mark.parametrize(
-    ("mask", "parallel", "outcome"),
-    [("", 4, "ok"), ("0", 1, "ok"), ("0,1", 2, "ok"), ("1", 2, "fail"), ("0,", 2, "fail")],
-)
-def test_the_affinity_mask_leaves_enough(machine, mask, parallel, outcome):
-    chosen = machine(environ={"ZE_AFFINITY_MASK": mask})
-    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
-        check = gpu.check_affinity(chosen, load(**{name: parallel}))
-        assert check.outcome == outcome

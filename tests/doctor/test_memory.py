@@ -9,10 +9,8 @@ from support.checks import B60, GIB, load, said
 from support.listening import listening
 
 from lmcache_xpu.doctor import memory
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import TorchFacts
-from lmcache_xpu.launch.preflight import preflight
 from lmcache_xpu.transfer import pool_memory
 
 
@@ -50,12 +48,6 @@ def test_the_memory_of_a_server_that_runs_is_not_asked_for_again(machine, root):
     assert url in str(check)
 
 
-def test_the_limit_of_a_container_stops_serve_too(machine, root):
-    (root / "sys/fs/cgroup/memory.max").write_text(str(4 * GIB))
-    with pytest.raises(SettingsError, match=r"less than the 4\.0 GiB"):
-        preflight(load(cpu_gib=5, port=65431), {}, machine())
-
-
 @pytest.mark.parametrize(
     ("cpu_gib", "card_gib", "way"),
     [
@@ -78,8 +70,6 @@ def test_the_way_of_the_cpu_tier_is_the_rule_of_the_engine(machine, cpu_gib, car
 
 def test_pinned_memory_against_limits_and_settings_of_others(machine):
     settings = load(cpu_gib=8, device="xpu")
-    locked = machine(memlock_bytes=2**26)
-    assert said(memory.check_pinned(locked, settings, B60), "warn", "64 MiB", "memlock")
     risky = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"}
     check = memory.check_pinned(
         machine(environ=risky), settings, TorchFacts("2.13.0+xpu", B60.gpus)
@@ -107,11 +97,11 @@ def test_shared_memory_has_to_hold_what_a_server_lends(machine, monkeypatch, val
 
     settings = load(**{"cpu_gib": 5, **values})
     with monkeypatch.context() as patch:
-        patch.setattr(memory.shutil, "disk_usage", free(4.9))
+        patch.setattr(shutil, "disk_usage", free(4.9))
         check = memory.check_shared_memory(machine(), settings)
-        assert said(check, "fail", "4.90 GiB of it free", "takes 5 GiB", "shm_size")
+        assert said(check, "fail", "4.90 GiB free", "Lower cpu_gib")
         running = load(cpu_gib=5, cache="server", server_url="ipc:///run/kv/server.sock")
         assert memory.check_shared_memory(machine(), running).outcome == "ok"
         assert memory.check_shared_memory(machine(), load(cpu_gib=5)).outcome == "ok"
-    monkeypatch.setattr(memory.shutil, "disk_usage", free(5))
+    monkeypatch.setattr(shutil, "disk_usage", free(5))
     assert memory.check_shared_memory(machine(), settings).outcome == "ok"

@@ -45,12 +45,6 @@ def test_the_compiler_that_a_cpu_engine_needs(machine):
     assert said(software.check_compiler(here, load()), "ok", "sh")
 
 
-def test_a_hash_seed_of_someone_else(machine):
-    assert software.check_hash_seed(machine(), load()).outcome == "ok"
-    other = machine(environ={"PYTHONHASHSEED": "123"})
-    assert said(software.check_hash_seed(other, load()), "warn", "123")
-
-
 def test_a_model_that_is_not_there():
     assert said(software.check_served_model(load(model="/no/such")), "fail", "config.json")
 

@@ -34,7 +34,7 @@ def test_a_hit_restores_every_byte_and_gives_the_recomputed_tokens(seen, name):
 
 
 def test_the_server_has_this_package_s_module_and_still_has_when_it_was_started_again(seen):
-    assert (seen["asks"], seen["asks at last"]) == ("ModuleQuestions", "ModuleQuestions")
+    assert (seen["asks"], seen["asks at last"]) == ("ServerPlaces", "ServerPlaces")
 
 
 def test_a_full_server_counts_what_it_refuses_and_costs_hits_alone(seen):

@@ -18,14 +18,13 @@ LONGEST = 14  # tokens of a prompt
 class Prompt:
     """A request to come.
 
-    kept: leading blocks that the engine may have itself. early: where its chunks are is asked
-    before its step. waits: it is in no step until they are loaded. stays: it runs on.
+    kept: leading blocks that the engine may have itself. waits: it is in no step until its chunks
+    are loaded. stays: it runs on.
     """
 
     content: int
     tokens: int
     kept: int
-    early: bool
     waits: bool
     stays: bool
 
@@ -35,7 +34,6 @@ prompts = st.builds(
     content=st.integers(0, 2),
     tokens=st.integers(1, LONGEST),
     kept=st.sampled_from((0, 0, 1, 2)),
-    early=st.booleans(),
     waits=st.sampled_from((False, False, True)),
     stays=st.booleans(),
 )

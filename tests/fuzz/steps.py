@@ -101,7 +101,7 @@ class Steps(Blocks, RuleBasedStateMachine):
             assert self.transfers.in_steps is not None
             self.loads = self.transfers.in_steps
         for content, tokens in enumerate(stored):  # that there is something to load
-            prompt = Prompt(content, tokens, kept=0, early=False, waits=False, stays=False)
+            prompt = Prompt(content, tokens, kept=0, waits=False, stays=False)
             self.step([prompt], early=False, graph=1, fail=0, crowd=0, turns=0)
             self.settle()
 
@@ -176,8 +176,6 @@ class Steps(Blocks, RuleBasedStateMachine):
             grown = self._grow(donors)
             for request in new:
                 request.failures = self.device.failures
-                if request.prompt.early and not request.prompt.waits and request.load:
-                    self.loads.ask_early(request.load)
             waiting = [request for request in new if request.prompt.waits and request.load]
             step += [request for request in new if request not in waiting]
             written |= grown.union(*map(self._new, new))
@@ -189,7 +187,6 @@ class Steps(Blocks, RuleBasedStateMachine):
             for request in loading:
                 self._expect_load(request)
                 self.loads.ask(request.load)
-            self.loads.end_early()
             if early:
                 self.loads.begin_answered(computed, scheduling=True)
             self.loads.begin_answered(computed)

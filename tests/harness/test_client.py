@@ -119,14 +119,6 @@ def test_time_to_first_token_is_that_of_the_first_text():
     assert (answer.prompt_tokens, answer.completion_tokens) == (7, 3)
 
 
-def test_a_reasoning_models_thoughts_are_its_first_tokens():
-    answer = chat(
-        [ROLE, chunk(reasoning_content="hm "), PAUSE_S, chunk("a"), USAGE, DONE],
-    )
-    assert answer.ttft_s < PAUSE_S
-    assert answer.text == "hm a"
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_events_survive_any_cut(size):
     # U+2028 and \x85 end lines for Python's splitlines, and are legal inside JSON's strings.

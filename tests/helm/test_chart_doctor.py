@@ -24,7 +24,7 @@ def pod(tmp_path):
         (tmp_path / "proc").mkdir(exist_ok=True)
         kib = int(1.1 * gib * 2**20)
         (tmp_path / "proc/meminfo").write_text(f"MemTotal: {kib} kB\nMemAvailable: {kib} kB\n")
-        return Machine(root=tmp_path, environ={}, memlock_bytes=-1)
+        return Machine(root=tmp_path, environ={})
 
     return make
 

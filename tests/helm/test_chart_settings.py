@@ -11,7 +11,8 @@ import pytest
 from chart import CI_FILES, container, environment, model, render, settings, shapes
 
 from lmcache_xpu.launch.engine_arguments import vllm_arguments
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [

@@ -17,7 +17,7 @@ from support.scripts import environment
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import cache_server
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, server_environment
+from lmcache_xpu.launch.cache_server import check_room, server_command, server_environment
 from lmcache_xpu.launch.engine_arguments import (
     SCHEDULER,
     engine_variables,
@@ -156,9 +156,7 @@ def test_the_engine_gets_the_connector_and_nothing_of_the_in_process_mode():
 
 @pytest.mark.parametrize("cache", ["auto", "server"])
 def test_on_several_ranks_no_load_is_inside_a_step(cache):
-    with pytest.raises(
-        SettingsError, match="loads=step with LMCache as a server and tensor_parallel=2"
-    ):
+    with pytest.raises(SettingsError, match="loads=step with an engine of 2 devices"):
         settings(loads="step", tensor_parallel=2, cache=cache)
     assert settings(tensor_parallel=2, cache=cache).loads == "auto"
 
@@ -204,13 +202,13 @@ def test_what_the_server_lacks_is_refused(name):
         "layerwise": True,
         "kv_events": "tcp://*:5557",
     }
-    with pytest.raises(SettingsError, match=f"{name}=.*with LMCache as a server.*in-process"):
+    with pytest.raises(SettingsError, match=f"{name}=.*cache=server, which has no.*in-process"):
         settings(**{name: values[name]})
 
 
 def test_what_the_server_lacks_is_refused_where_several_devices_need_one():
     """Without the advice to use a cache that such an engine can't have."""
-    with pytest.raises(SettingsError, match="with LMCache as a server") as refusal:
+    with pytest.raises(SettingsError, match=r"kv_events=.* with cache=auto") as refusal:
         settings(cache="auto", tensor_parallel=2, kv_events="tcp://*:5557")
     assert "in-process" not in refusal.value.fix
 
@@ -252,9 +250,9 @@ def test_a_server_that_nobody_would_use_is_refused():
 def test_too_little_shared_memory_is_refused(monkeypatch):
     usage = SimpleNamespace(free=2**30)
     monkeypatch.setattr(cache_server.shutil, "disk_usage", lambda _: usage)
-    check_shared_memory(settings(cpu_gib=1))
+    check_room(settings(cpu_gib=1))
     with pytest.raises(SettingsError, match="docker: --shm-size"):
-        check_shared_memory(settings(cpu_gib=1, tensor_parallel=2))
+        check_room(settings(cpu_gib=1, tensor_parallel=2))
 
 
 @pytest.mark.engine

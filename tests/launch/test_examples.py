@@ -37,7 +37,7 @@ def test_the_doctor_passes_every_example(tmp_path, where, cpu_gib):
     kib = int(1.25 * cpu_gib * 2**20)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: {kib} kB\nMemAvailable: {kib} kB\n")
-    machine = Machine(root=tmp_path, environ={}, memlock_bytes=-1)  # as in compose.yaml
+    machine = Machine(root=tmp_path, environ={})
     settings = Settings.load({"model": "org/model", "device": "xpu", "cpu_gib": cpu_gib})
     assert memory.check_memory(machine, settings).outcome == "ok"
     for card_gib in (16, 24):

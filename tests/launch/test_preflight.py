@@ -8,16 +8,14 @@ import socket
 import time
 
 import pytest
-from support.listening import listening
 from support.scripts import run_script
 
-from lmcache_xpu.doctor import memory
+from lmcache_xpu.doctor import check_start, memory
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch import preflight as preflight_module
 from lmcache_xpu.launch import serve as module
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.preflight import preflight
+from lmcache_xpu.launch.preflight import check_disk, preflight
 from lmcache_xpu.launch.serve import serve
 from lmcache_xpu.launch.settings import Settings
 
@@ -55,11 +53,10 @@ def test_a_directory_that_is_no_model_is_named(tmp_path, free):
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "bamba"])
-def test_a_model_of_states_alone_is_refused_before_vllm_starts(kind: str, tmp_path, free):
+def test_a_model_of_states_alone_is_refused_before_vllm_starts(kind: str, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(SettingsError, match=rf"linear_attention.* in a {kind}.*--no-offload"):
-        preflight(load(model=str(tmp_path), port=free), {})
-    preflight(load(model=str(tmp_path), port=free, offload=False), {})
+        serve(load(model=str(tmp_path)), lambda _: None)
 
 
 CACHED = """
@@ -87,41 +84,25 @@ def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
     assert "linear_attention" in run_script(CACHED, HF_HOME=str(tmp_path))["refused"]
 
 
-def test_a_model_with_windows_is_served(tmp_path, free):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
-    preflight(load(model=str(tmp_path), port=free), {})
-
-
-def test_a_disk_path_that_is_a_file(tmp_path, free):
+def test_a_disk_path_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"disk_path=.*can't be written"):
-        preflight(load(disk_path=tmp_path / "file", disk_gib=1, port=free), {})
+        check_disk(tmp_path / "file")
 
 
-def test_a_disk_path_is_made_and_left_empty(tmp_path, free):
-    preflight(load(disk_path=tmp_path / "a" / "b", disk_gib=1, port=free), {})
+def test_a_disk_path_is_made_and_left_empty(tmp_path):
+    check_disk(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-def test_a_full_disk(tmp_path, free, monkeypatch):
+def test_a_full_disk(tmp_path, monkeypatch):
     class Full:
         def __init__(self, **_):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.tempfile, "TemporaryFile", Full)
     with pytest.raises(SettingsError, match="No space left"):
-        preflight(load(disk_path=tmp_path, disk_gib=1, port=free), {})
-
-
-def test_a_cpu_tier_larger_than_memory(free):
-    with pytest.raises(SettingsError, match=r"CPU tier of 2e\+06 GiB in all"):
-        preflight(load(cpu_gib=1e6, tensor_parallel=2, port=free), {})
-    preflight(load(cpu_gib=1e6, offload=False, port=free), {})
-    with listening() as url:  # which has its memory already
-        server = load(cpu_gib=1e6, port=free, cache="server", server_url=url)
-        preflight(server, {})
-    with pytest.raises(SettingsError, match="CPU tier"):
-        preflight(load(cpu_gib=1e6, cache="server", port=free), {})
+        check_disk(tmp_path)
 
 
 @pytest.fixture
@@ -140,13 +121,12 @@ def nowhere(tmp_path, free):
 
 def test_a_server_that_is_not_there_is_refused_before_anything_slow(nowhere, free, monkeypatch):
     """By `serve`, its dry run and doctor alike, in one line that says what to do."""
-    for slow in (preflight_module, module):
-        monkeypatch.setattr(slow, "check_layers", lambda _: pytest.fail("a model was read"))
+    monkeypatch.setattr(module, "check_layers", lambda _: pytest.fail("a model was read"))
     for url, words in nowhere.items():
         settings = load(port=free, cache="server", server_url=url)
         begun = time.monotonic()
         for start in (
-            lambda settings=settings: preflight(settings, {}),
+            lambda settings=settings: serve(settings, check_start),
             lambda settings=settings: serve(settings, pytest.fail, dry_run=True),
         ):
             with pytest.raises(SettingsError, match=re.escape(words)) as refusal:
@@ -171,8 +151,3 @@ def test_a_second_way_to_set_the_same_is_refused(name, free):
 
 def test_our_environment_is_not_a_second_way(free):
     preflight(load(port=free), engine_variables(load()))
-
-
-def test_tiers_are_per_device_of_all_engines(free):
-    with pytest.raises(SettingsError, match=r"CPU tier of 6e\+06 GiB in all \(cpu_gib x devices\)"):
-        preflight(load(cpu_gib=1e6, tensor_parallel=2, data_parallel=3, port=free), {})

@@ -6,8 +6,9 @@ import pytest
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
+from lmcache_xpu.launch.fields import ENV_PREFIX
 from lmcache_xpu.launch.serve import resolve_device
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import Settings
 
 # vLLM and LMCache import parts of other packages that these packages deprecate.
 pytestmark = [
@@ -81,5 +82,5 @@ def test_a_disk_tier_of_0_gib_is_none(disk_path):
 def test_a_load_inside_a_step_is_not_for_pipeline_parallelism():
     gpu = {"device": "xpu", "pipeline_parallel": 2}
     assert load(**gpu).loads == "auto"
-    with pytest.raises(SettingsError, match="loads=step with pipeline_parallel=2"):
+    with pytest.raises(SettingsError, match="loads=step with an engine of 2 devices"):
         load(**gpu, loads="step")

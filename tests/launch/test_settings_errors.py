@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 
 
 def load(**values):

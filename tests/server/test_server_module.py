@@ -23,7 +23,6 @@ from lmcache_xpu.cache import room
 from lmcache_xpu.cache.hit_places import (
     ALIGN,
     COMMIT,
-    HELLO,
     LOCATE,
     REGISTER,
     RELEASE,
@@ -31,7 +30,9 @@ from lmcache_xpu.cache.hit_places import (
     Groups,
     Hit,
     Reservation,
-    rows_of,
+    Rows,
+    received,
+    sent,
 )
 from lmcache_xpu.server.server_module import HitPlaces
 from lmcache_xpu.server.server_program import MODULE
@@ -131,7 +132,7 @@ def ask(context):
     assert router is not None
 
     def ask(method: str, key: Any = None, *, payload: bytes = b"", **other: Any) -> bytes | None:
-        payload = payload if key is None else Hit.of_key(7, 0, key)._replace(**other).sent()
+        payload = payload if key is None else sent(Hit.of_key(7, 0, key)._replace(**other))
         answer = router.server_module_call(ServerModuleCallRequest(method, payload))
         return answer.payload if answer.success else None
 
@@ -141,8 +142,7 @@ def ask(context):
 
 def test_chunks_are_located_in_their_order_and_stay_locked_until_they_are_released(context, ask):
     key = context.look_up()
-    assert ask(HELLO) == b""
-    places = rows_of(ask(LOCATE, key))
+    places = received(ask(LOCATE, key), Rows)
     assert places == [(0, number, number * 10_000, LENGTH) for number in range(4)]
     assert len(context.storage_manager.locked) == 4
     assert ask(RELEASE, key) == b""
@@ -153,13 +153,13 @@ def test_chunks_are_located_in_their_order_and_stay_locked_until_they_are_releas
 
 def test_a_part_of_a_hit_is_located(context, ask):
     key = context.look_up()
-    end = rows_of(ask(LOCATE, key, start=8, end=24))
+    end = received(ask(LOCATE, key, start=8, end=24), Rows)
     assert end == [(0, 0, 10_000, LENGTH), (0, 1, 20_000, LENGTH)]
 
 
 def test_each_worker_has_objects_of_its_own(context, ask):
     key = context.look_up(world_size=2)
-    assert len(rows_of(ask(LOCATE, key))) == 4
+    assert len(received(ask(LOCATE, key), Rows)) == 4
     assert ask(LOCATE, key, worker_id=1) == b""  # the other one has stored nothing
     assert len(context.storage_manager.locked) == 4
 
@@ -192,7 +192,7 @@ def test_a_release_that_overtakes_its_question_leaves_nothing_locked(context, as
     ask(RELEASE, key)
     assert ask(LOCATE, key) == b""
     assert context.storage_manager.locked == []
-    assert len(rows_of(ask(LOCATE, key, number=1))) == 4  # of the next load
+    assert len(received(ask(LOCATE, key, number=1), Rows)) == 4  # of the next load
 
 
 def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
@@ -203,7 +203,7 @@ def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
     assert ask(LOCATE, key) == b""
     ask(RELEASE, key)
     context.storage_manager.places[first] = place
-    assert len(rows_of(ask(LOCATE, key, number=1))) == 4
+    assert len(received(ask(LOCATE, key, number=1), Rows)) == 4
     ask(RELEASE, key)
     assert len(context.storage_manager.locked) == 4  # the second question's, which is read
     ask(RELEASE, key, number=1)
@@ -213,7 +213,7 @@ def test_the_end_of_a_question_that_found_nothing_ends_no_other(context, ask):
 def test_two_reads_of_a_range_end_one_by_one(context, ask):
     key = context.look_up()
     for number in range(2):
-        assert len(rows_of(ask(LOCATE, key, number=number))) == 4
+        assert len(received(ask(LOCATE, key, number=number), Rows)) == 4
     ask(RELEASE, key)
     assert len(context.storage_manager.locked) == 4
     ask(RELEASE, key, number=1)
@@ -224,15 +224,15 @@ def test_releases_of_questions_that_never_came_are_not_kept_for_ever(context, mo
     monkeypatch.setattr(room, "_MOST_RELEASED", 3)
     module, key = HitPlaces(context), context.look_up()
     for end in (8, 16, 24, 32):
-        module.release(Hit.of_key(7, 0, key)._replace(end=end).sent())
+        module.release(sent(Hit.of_key(7, 0, key)._replace(end=end)))
     assert len(module._room._released) == 3
-    assert len(rows_of(module.locate(Hit.of_key(7, 0, key)._replace(end=8).sent()))) == 1
+    assert len(received(module.locate(sent(Hit.of_key(7, 0, key)._replace(end=8))), Rows)) == 1
 
 
 def test_what_a_worker_read_that_ended_without_a_word_is_unlocked(context, ask):
     key = context.look_up()
-    assert len(rows_of(ask(LOCATE, key))) == 4
-    assert len(rows_of(ask(LOCATE, key, instance_id=8, end=16))) == 2
+    assert len(received(ask(LOCATE, key), Rows)) == 4
+    assert len(received(ask(LOCATE, key, instance_id=8, end=16), Rows)) == 2
     [module] = ask.components.modules
     assert _is_liveness_target(module)  # LMCache tells those alone
     module.drop_instance_state(7)
@@ -247,7 +247,7 @@ def test_the_status_of_the_server_says_how_many_hits_are_being_read(context):
         HitPlaces.create(SimpleNamespace(engine_context=context, config_for=lambda _: {})),
         context.look_up(),
     )
-    module.locate(Hit.of_key(7, 0, key).sent())
+    module.locate(sent(Hit.of_key(7, 0, key)))
     assert module.report_status() == {"lmcache_xpu_hits_being_read": 1}
     assert module.context is context
     module.close()
@@ -259,13 +259,13 @@ WINDOWS, SIZES = (0, 2, 1), (64, 32, 16)
 
 
 def groups_of(worker: int = 7, sizes: tuple[int, ...] = SIZES) -> bytes:
-    return Groups(worker, "model", 1, sizes, WINDOWS).sent()
+    return sent(Groups(worker, "model", 1, sizes, WINDOWS))
 
 
 def reservation(key: IPCCacheServerKey, number: int = 0, skipped: Any = ((), (), ())) -> bytes:
     hit = Hit.of_key(7, number, key, WINDOWS)
     tokens = getattr(key, "token_bytes", None)
-    return Reservation(hit, SIZES, skipped, key.token_ids if tokens is None else tokens).sent()
+    return sent(Reservation(hit, SIZES, skipped, key.token_ids if tokens is None else tokens))
 
 
 def test_the_first_engine_has_chunks_rounded_up_to_its_blocks(context, ask):
@@ -297,15 +297,15 @@ def test_look_ups_know_the_groups_of_an_engine_until_its_last_worker_ends(contex
 def test_what_is_reserved_is_nobodys_until_it_is_committed_and_then_every_groups(context, ask):
     key = dataclasses.replace(context.look_up(), start=16)
     context.storage_manager.places.clear()
-    rows = rows_of(ask(RESERVE, payload=reservation(key, skipped=((), (), (0,)))))
+    rows = received(ask(RESERVE, payload=reservation(key, skipped=((), (), (0,)))), Rows)
     # The last group lacks its first chunk: the state was overwritten.
     assert [row[:2] for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)]
     assert {row[0]: row[3] for row in rows} == dict(enumerate(SIZES))
     assert ask(LOCATE, key, windows=WINDOWS) == b""
     hit = Hit.of_key(7, 0, key, WINDOWS)
-    assert ask(COMMIT, payload=hit.sent()) == b"1"
-    assert ask(COMMIT, payload=hit.sent()) == b""  # once
-    assert [row[:2] for row in rows_of(ask(LOCATE, key, windows=WINDOWS))] == [
+    assert ask(COMMIT, payload=sent(hit)) == b"1"
+    assert ask(COMMIT, payload=sent(hit)) == b""  # once
+    assert [row[:2] for row in received(ask(LOCATE, key, windows=WINDOWS), Rows)] == [
         (0, 0),
         (0, 1),
         (1, 0),
@@ -319,7 +319,7 @@ def test_what_is_reserved_is_nobodys_until_it_is_committed_and_then_every_groups
 
 def test_what_is_there_is_not_reserved_again(context, ask):
     key = context.look_up()  # the first group's chunks are there
-    rows = rows_of(ask(RESERVE, payload=reservation(key)))
+    rows = received(ask(RESERVE, payload=reservation(key)), Rows)
     assert {row[0] for row in rows} == {1, 2}
 
 
@@ -331,12 +331,12 @@ def test_what_a_worker_left_half_written_is_published_as_lmcache_does(context, a
     [module] = ask.components.modules
     module.drop_instance_state(7)
     assert context.storage_manager.written == []
-    assert ask(COMMIT, payload=Hit.of_key(7, 0, key, WINDOWS).sent()) == b""
+    assert ask(COMMIT, payload=sent(Hit.of_key(7, 0, key, WINDOWS))) == b""
 
 
 @pytest.mark.parametrize("tokens", [(1, 2**63 + 5, 4), b"\x00\x01\n\x02"])
 def test_reservations_arrive_as_they_were_sent(tokens):
     """A number that stands for an image has 64 bits; packed tokens may hold any byte."""
     hit = Hit(7, 3, "request", "model", 1, "salt", 0, 8, 24, WINDOWS)
-    sent = Reservation(hit, SIZES, ((), (1,), ()), tokens)
-    assert Reservation.received(sent.sent()) == sent
+    asked = Reservation(hit, SIZES, ((), (1,), ()), tokens)
+    assert received(sent(asked), Reservation) == asked

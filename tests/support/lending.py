@@ -17,17 +17,18 @@ import torch
 
 from lmcache_xpu.cache.hit_places import (
     COMMIT,
-    HELLO,
     LOCATE,
     REGISTER,
     RESERVE,
     Groups,
     Hit,
     Reservation,
-    sent_rows,
+    Rows,
+    received,
+    sent,
 )
-from lmcache_xpu.cache.load_questions import questions_of
 from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.cache.server_places import ServerPlaces
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
@@ -86,7 +87,7 @@ class Key:
 class Client:
     """The server, as its client calls it. Objects are kept by group and by the tokens before."""
 
-    def __init__(self, windows: Sequence[int] = (0,), *, module: bool = False) -> None:
+    def __init__(self, windows: Sequence[int] = (0,), *, module: bool = True) -> None:
         self.has_module = module  # this package's, see `server_module`
         self.asked: dict[str, Key] = {}  # by request, as its look-up named it
         self.name = f"lmcache-xpu-test-{os.getpid()}-{next(_numbers)}"
@@ -97,8 +98,8 @@ class Client:
         self.silent = False
         self.calls: list[str] = []
         self.skipped: Any = None
-        self.objects: dict[Any, dict[str, int]] = {}
-        self._pending: dict[Any, dict[Any, dict[str, int]]] = {}
+        self.objects: dict[Any, tuple[int, int]] = {}
+        self._pending: dict[Any, dict[Any, tuple[int, int]]] = {}
         self._reserved: dict[Hit, Key] = {}
         self._used = 0
         self.sizes: list[int] = []
@@ -113,69 +114,62 @@ class Client:
     def unregister_kv_cache_engine_driven_context(self, instance_id: int) -> Answer:
         return self._answer("unregister", None)
 
-    def prepare_store(self, key: Key, instance_id: int, skipped: Any = ()) -> Answer:
+    def reserve(self, key: Key, skipped: Any = ()) -> Rows:
         self.skipped = skipped
-        lent: dict[Any, dict[str, int]] = {}
-        rows = []
+        lent: dict[Any, tuple[int, int]] = {}
+        rows: Rows = []
         for group, size in enumerate(self.sizes):
             for chunk, name in enumerate(key.names()):
                 if (group, name) in self.objects or (skipped and chunk in skipped[group]):
                     continue
-                lent[group, name] = {"offset": self._used, "length": size}
+                lent[group, name] = self._used, size
                 self._used += -(-size // ALIGN) * ALIGN
-                rows.append((lent[group, name], chunk, group))
+                rows.append((group, chunk, *lent[group, name]))
         self._pending[key] = lent
-        return self._answer("prepare_store", SimpleNamespace(context=_context(rows)))
-
-    def commit_store(self, key: Key, instance_id: int, data: bytes) -> Answer:
-        self.objects |= self._pending.pop(key)
-        return self._answer("commit_store", True)
+        return rows
 
     def publish_unfinished(self) -> None:
         """As LMCache does when a worker that was storing ends."""
         for lent in self._pending.values():
             self.objects |= lent
 
-    def prepare_retrieve(self, key: Key, instance_id: int) -> Answer:
-        rows, names = [], key.names()
+    def locate(self, key: Key) -> Rows | None:
+        """Offsets and lengths; None if a chunk is missing."""
+        rows: Rows = []
+        names = key.names()
         for group, window in enumerate(self.windows):
             first = max(0, len(names) - window) if window else 0
             for chunk, name in enumerate(names[first:], first):
                 if (group, name) not in self.objects:
-                    return self._answer("prepare_retrieve", SimpleNamespace(success=False))
-                rows.append((self.objects[group, name], chunk, group))
-        answer = SimpleNamespace(success=True, context=_context(rows))
-        return self._answer("prepare_retrieve", answer)
+                    return None
+                rows.append((group, chunk, *self.objects[group, name]))
+        return rows
 
     def server_module_call(self, request: Any) -> Answer:
-        if request.method == HELLO:
-            return Answer(SimpleNamespace(success=self.has_module), comes=not self.silent)
+        if not self.has_module:
+            return Answer(comes=False)
         payload = b""
         if request.method == REGISTER:
-            groups = Groups.received(request.payload)
-            self.sizes, self.windows = list(groups.sizes), groups.windows
+            groups = received(request.payload, Groups)
+            if groups.sizes:
+                self.sizes, self.windows = list(groups.sizes), groups.windows
         elif request.method == RESERVE:
-            hit, _, skipped, tokens = Reservation.received(request.payload)
+            hit, _, skipped, tokens = received(request.payload, Reservation)
             key = Key(tokens, hit.start, hit.end, hit.cache_salt, request_id=hit.request_id)
             self.asked.setdefault(hit.request_id, key)
-            context = self.prepare_store(key, hit.instance_id, skipped).result().context
-            payload = sent_rows(_rows(context))
+            payload = sent(self.reserve(key, skipped))
             self._reserved[hit] = key
         elif request.method == COMMIT:
-            self.commit_store(self._reserved.pop(Hit.received(request.payload)), 1, b"")
+            self.objects |= self._pending.pop(self._reserved.pop(received(request.payload, Hit)))
             payload = b"1"
         else:
-            hit = Hit.received(request.payload)
+            hit = received(request.payload, Hit)
             key = self.asked.get(hit.request_id)
             if request.method == LOCATE and key is not None:
                 asked = dataclasses.replace(key, start=hit.start, end=hit.end)
-                answer = self.prepare_retrieve(asked, hit.instance_id).result()
-                self.calls.pop()
-                payload = sent_rows(_rows(answer.context)) if answer.success else b""
+                rows = self.locate(asked)
+                payload = b"" if rows is None else sent(rows)
         return self._answer(request.method, SimpleNamespace(success=True, payload=payload))
-
-    def commit_retrieve(self, key: Key, instance_id: int) -> Answer:
-        return self._answer("commit_retrieve", True)
 
     def _answer(self, call: str, result: Any) -> Answer:
         self.calls.append(call)
@@ -199,18 +193,17 @@ class Connection:
         self.healthy.set()
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> Any:
-        return questions_of(self.requests, self.instance_id, sizes, windows, timeout_s)
+        places = ServerPlaces(self.requests, self.instance_id, sizes, windows)
+        places.begin(self.scope, timeout_s)
+        return places
 
     def key(self, chunks: TokenRange, *, worker: bool) -> Key:
         if chunks.tokens is None:
             raise ZeroDivisionError("planted")
-        return Key(
-            chunks.tokens,
-            chunks.start,
-            chunks.end,
-            chunks.salt,
-            request_id=chunks.request_id,
-        )
+        named = chunks.tokens, chunks.start, chunks.end, chunks.salt
+        key = Key(*named, request_id=chunks.request_id)
+        self.requests.asked[chunks.request_id] = key  # as its look-up has named it
+        return key
 
 
 def chunks_of(
@@ -234,19 +227,6 @@ def succeeds(transfer: Transfer, within_s: float = 10.0) -> bool:
     while transfer.result is None and time.monotonic() < deadline:
         time.sleep(0.001)
     return bool(transfer.result)
-
-
-def _context(rows: Sequence[tuple[dict[str, int], int, int]]) -> dict[str, Any]:
-    return {
-        "slots": [slot for slot, *_ in rows],
-        "chunk_indices": [chunk for _, chunk, _ in rows],
-        "group_ids": [group for *_, group in rows],
-    }
-
-
-def _rows(context: dict[str, Any]) -> list[tuple[int, ...]]:
-    rows = zip(context["group_ids"], context["chunk_indices"], context["slots"], strict=True)
-    return [(group, chunk, slot["offset"], slot["length"]) for group, chunk, slot in rows]
 
 
 def filled(seed: int, *, blocks: int = BLOCKS, heads: int = 2) -> torch.Tensor:

@@ -16,12 +16,19 @@ from typing import Any, Self
 
 import zmq
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextResponse
+from lmcache.v1.multiprocess.protocols.server_module import (
+    ServerModuleCallRequest,
+    ServerModuleCallResponse,
+)
 from lmcache.v1.multiprocess.rpc import get_rpc_spec
 from lmcache.v1.multiprocess.transport.zmq_impl.mq import msgspec_decode, msgspec_encode
 from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
 from support.until import until
 
+from lmcache_xpu.cache.hit_places import REGISTER
+
 POOL = 2**20
+REGISTERED = ServerModuleCallResponse(success=True, payload=b"", error="")
 
 
 class OtherServer:
@@ -95,6 +102,8 @@ class OtherServer:
                 continue
             client, number, name, *payloads = self._socket.recv_multipart()
             operation = decode_operation(name)
+            if operation == "server_module_call":
+                operation = msgspec_decode(payloads[0], ServerModuleCallRequest).method
             self.asked.append(operation)
             self.pings[client] += operation == "ping"
             if self.silent:
@@ -107,6 +116,8 @@ class OtherServer:
                 self.lookups.append(key.end)
                 if not self.reads_keys:
                     continue
+            elif operation == REGISTER:
+                answer = [msgspec_encode(REGISTERED, ServerModuleCallResponse)]
             elif operation in self._answers:
                 result = get_rpc_spec(operation).response_type
                 is_late = self.fetches and operation == "query_prefetch_status"

@@ -47,10 +47,6 @@ class Engine:
         """Ask where the chunks are that a step loads into these blocks."""
         self.loads.ask(chunks_of(blocks, **chunks))
 
-    def ask_early(self, blocks=LOADED, **chunks):
-        """Do as `ask` before the step."""
-        self.loads.ask_early(chunks_of(blocks, **chunks))
-
     def begin(self, *, tokens=4, whole=False):
         """Begin what was asked for, as vLLM lets a worker do in two calls."""
         self.loads.begin_answered(tokens)

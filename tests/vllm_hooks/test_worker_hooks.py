@@ -1,16 +1,13 @@
-"""A connector knows of changed weights; garbage collection waits for a step's end."""
+"""A connector knows of changed weights."""
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
 
 import pytest
 from support.scripts import run_in_fork
 
 pytest.importorskip("vllm")
-from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection
 
 ONCE = """
 import json
@@ -96,33 +93,3 @@ def test_our_connector_hears_of_changing_weights_before_they_do():
     assert rounds[2:] == [told, told]
     suspects = {name for name in public if re.search("weight|model|sleep|wake|discard", name)}
     assert suspects == {*names} | HARMLESS
-
-
-@pytest.fixture
-def collection() -> Iterator[GarbageCollection]:
-    gc.enable()
-    yield GarbageCollection()
-    gc.enable()
-
-
-def test_it_is_put_off_until_it_is_allowed(collection):
-    collection.put_off()
-    collection.put_off()  # another request
-    assert not gc.isenabled()
-    collection.allow()
-    assert gc.isenabled()
-
-
-def test_what_somebody_else_has_disabled_stays_so(collection):
-    gc.disable()
-    collection.put_off()
-    collection.allow()
-    assert not gc.isenabled()
-
-
-def test_allowing_without_putting_off_changes_nothing(collection):
-    collection.allow()
-    assert gc.isenabled()
-    gc.disable()
-    collection.allow()
-    assert not gc.isenabled()

@@ -3,7 +3,7 @@
 shapes     models by the shape of their KV cache, and the requests that are timed
 variants   engines to compare, as settings
 engine     one engine, and the process that it runs in
-jobs       what `bench engine` asks an engine for; load_jobs: what `bench load` does
+jobs       what an engine is asked for
 runner     asks all engines, one after another; report: the figures
 machine_report  `lmcache-xpu report`; redaction: what is hidden in it
 """

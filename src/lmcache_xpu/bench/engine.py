@@ -32,12 +32,7 @@ STORED_S = 10.0  # limit of the stores' time
 
 
 class Engine:
-    """A vLLM engine of some settings, in this process.
-
-    Args:
-        settings: the engine's settings.
-        hits: see `Variant`.
-    """
+    """A vLLM engine of some settings, in this process."""
 
     def __init__(self, settings: Settings, hits: Hits = "tier") -> None:
         from vllm import LLM, SamplingParams
@@ -59,7 +54,7 @@ class Engine:
 
     def prompt(self, length: int) -> list[int]:
         """Make up a prompt of tokens that was never used before."""
-        return [self._numbers.randrange(3, 8000) for _ in range(length)]
+        return self._numbers.choices(range(3, 8000), k=length)
 
     def seconds(self, *prompts: list[int]) -> float:
         """Time these prompts, at once, until all have their first token."""
@@ -155,7 +150,7 @@ def main() -> None:
     """Start an engine, and do the jobs that the parent process asks for until it is gone.
 
     Arguments of the process: values for `Settings.load` as JSON, the place of hits, and the file
-    descriptor of a connection. The engine's start and each job give an answer on it.
+    descriptor of a connection, on which each job gives an answer.
     """
     status = 1
     try:
@@ -183,7 +178,6 @@ def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
         HF_HUB_OFFLINE="1",
     )
     engine = Engine(settings, hits)
-    connection.send(None)
     with suppress(EOFError):
         while True:
             job = connection.recv()
@@ -198,12 +192,7 @@ def at_server(settings: Settings, url: str) -> Settings:
 
 
 def lmcache_server(settings: Settings, socket: Path) -> list[str]:
-    """Return the command line of a server with LMCache's own options, for every transfer mode.
-
-    Arguments are those of `launch.cache_server.server_command`.
-    """
-    size = str(settings.cpu_gib * settings.devices)
-    return [
-        *(*PROGRAM, str(socket), PAGES, "--l1-size-gb", size, "--eviction-policy", "LRU"),
-        *("--supported-transfer-mode", "auto"),
-    ]
+    """Return the command line of a server with LMCache's own options; see `server_command`."""
+    options = f"--l1-size-gb {settings.cpu_gib * settings.devices} --eviction-policy LRU"
+    words = f"{options} --supported-transfer-mode auto".split()
+    return [*PROGRAM, str(socket), PAGES, *words]

@@ -20,7 +20,8 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 from urllib.parse import quote
 
-from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import DIAGNOSTIC_VARIABLES, Settings
 
 HIDDEN = "(secret)"
 PUBLIC_HOSTS = ["github.com", "gpu.intel.com", "localhost", "127.0.0.1", "0.0.0.0", "::1", "::"]

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from lmcache_xpu import versions
-from lmcache_xpu.bench.jobs import Job, exactness, link_gb_s, warm_up
+from lmcache_xpu.bench.jobs import Figures, Job, exactness, link_gb_s, warm_up
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
 from lmcache_xpu.launch.serve import built_for
@@ -36,29 +37,22 @@ END_S = 30.0
 
 @dataclass(slots=True)
 class Result:
-    """The figures of one engine.
+    """The figures of one engine."""
 
-    Args:
-        variant: its variant's name.
-        title: its name for readers.
-        error: why it did not start, or gave no more answers.
-        seconds: time that its answers took.
-        exact: share of blocks that a hit restored to the byte; None where nothing was compared.
-        link_gb_s: speed of a raw copy by all devices together; of the engine without a connector.
-        rounds: row or load -> what was measured each time.
-    """
-
-    variant: str
-    title: str
-    error: str | None = None
-    seconds: float = 0.0
+    variant: str  # its variant's name
+    title: str  # its name for readers
+    error: str | None = None  # why it did not start, or gave no more answers
+    seconds: float = 0.0  # time that its answers took
+    # Share of blocks that a hit restored to the byte; None where nothing was compared.
     exact: float | None = None
+    # Speed of a raw copy by all devices together; of the engine without a connector.
     link_gb_s: dict[str, float] = field(default_factory=dict)
-    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # Row or load -> what was measured each time.
+    rounds: dict[str, list[Figures]] = field(default_factory=dict)
 
     @property
-    def medians(self) -> dict[str, dict[str, float]]:
-        """Medians of the rounds: row or load -> figure -> its value."""
+    def medians(self) -> dict[str, Figures]:
+        """Medians of the rounds, by row or load."""
         return {
             name: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
             for name, rounds in self.rounds.items()
@@ -68,14 +62,8 @@ class Result:
 class Child:
     """A process with an engine; a context manager.
 
-    It starts at once, and `ask` waits until it has started.
-
-    Args:
-        variant: the engine's variant.
-        values: what its settings are made from.
-        variables: its environment, besides this process's.
-        timeout_s: seconds that the start, and each answer, may take.
-        console: where the progress is shown.
+    It starts at once. Its first answer, with the start, and each later one may take `timeout_s`
+    seconds. `variables` join this process's in its environment.
     """
 
     def __init__(
@@ -102,25 +90,17 @@ class Child:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
-        self._started = False
 
     def ask(self, name: str, job: Job) -> Any:
         """Return a job's answer; None, and the result has an error, if the engine failed."""
         if self.result.error is not None:
             return None
-        begin, answer = time.monotonic(), None
+        begin = time.monotonic()
         with self._console.status(f"{self.result.title}: {name}"):
-            if not self._started:
-                self._answer()
-                self._started = True
-            if self.result.error is None:
-                with suppress(BrokenPipeError):  # it has ended; `_answer` says why
-                    self._connection.send(job)
-                answer = self._answer()
+            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
+                self._connection.send(job)
+            answer = self._answer()
         self.result.seconds += time.monotonic() - begin
-        if self.result.error is not None:
-            text = f"{self.result.title}: {self.result.error}"
-            self._console.print(text, markup=False, highlight=False)
         return answer
 
     def __enter__(self) -> Self:
@@ -160,26 +140,20 @@ def run(
     jobs: Mapping[str, Job],
     *,
     repeats: int,
-    compare: bool = True,
     in_turn: bool = False,
     graphs: bool = False,
     timeout_s: float,
     console: Console,
     save: Callable[[list[Result]], None],
 ) -> list[Result]:
-    """Measure engines; one that fails is a result with an error.
+    """Measure engines, each job so many times; one that fails is a result with an error.
+
+    Except under load, the bytes of a hit are compared first, and a raw copy is timed.
 
     Args:
-        shape: the model's shape.
-        engines: the engines' variants.
-        jobs: row or load -> job.
-        repeats: repeats of each job; medians count.
-        compare: whether to compare the bytes of a hit first, and to time a raw copy.
         in_turn: whether all engines are there at once and each job goes to one after another, so
             that they meet the same host. They share the devices out, see `device_masks`.
-        graphs: whether vLLM compiles graphs.
         timeout_s: seconds that an engine may take to start, and for each answer.
-        console: where the progress is shown.
         save: called with all results so far after each job's repeats.
     """
     device = built_for()
@@ -203,10 +177,12 @@ def run(
                 results += [child.result for child in children]
                 for child in children:
                     child.ask("start", partial(warm_up, length=length))
-                    if compare and child.variant.hits == "none":
+                    if shape.loaded:
+                        continue
+                    if child.variant.hits == "none":
                         copies = partial(link_gb_s, repeats=repeats, devices=shape.devices)
                         child.result.link_gb_s = child.ask("raw copy", copies) or {}
-                    elif compare:
+                    else:
                         check = partial(exactness, length=length)
                         child.result.exact = child.ask("exactness", check)
                 save(results)
@@ -222,10 +198,6 @@ def device_masks(device: str, count: int) -> list[dict[str, str]]:
     """Return, for each `count` devices, the variable that lets an engine see these alone.
 
     On CPU, and where there are fewer devices, the only one sets nothing.
-
-    Args:
-        device: `cpu`, `cuda` or `xpu`.
-        count: devices of an engine.
     """
     if device == "cpu":
         return [{}]
@@ -259,15 +231,12 @@ def machine() -> dict[str, str]:
         module = torch.get_device_module(kind)
         properties = module.get_device_properties()
         driver = getattr(properties, "driver_version", None) or getattr(torch.version, "cuda", "")
-        device = f"{kind}: {module.get_device_name()}"
-        device += f", driver or runtime {driver}" if driver else ""
-    info = Path("/proc/cpuinfo").read_text()
-    names = (line for line in info.splitlines() if line.startswith("model name"))
-    cpu = next(names, ": unknown").partition(":")[2].strip()
+        device = f"{kind}: {module.get_device_name()}, driver or runtime {driver}"
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
     installed = versions.installed()
     return {
         "device": device,
-        "cpu": f"{cpu}, {os.cpu_count()} threads",
+        "cpu": f"{cpu[1] if cpu else 'unknown'}, {os.cpu_count()} threads",
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: getattr(installed, name) or "" for name in ("torch", "vllm", "lmcache")},

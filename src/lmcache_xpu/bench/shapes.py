@@ -8,37 +8,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmcache_xpu.bench.jobs import Prompts
-from lmcache_xpu.bench.load_jobs import Conversations, Decoding
+from lmcache_xpu.bench.jobs import Conversations, Decoding, Prompts
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
 
 T = TypeVar("T")
-Load = Decoding | Conversations
+Request = Prompts | Decoding | Conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama with random weights, and the requests to it.
+    """A Llama with random weights, and the requests to it."""
 
-    Args:
-        model: the Llama; its name is the shape's.
-        settings: the engine's settings besides the model.
-        prompts: requests of `bench engine`; the first is also compared byte by byte.
-        load_settings: settings of `bench load`: the engine's own cache is too small for all
-            conversations.
-        room_gib: KV cache of an engine with room for all of them; for `bench load` alone.
-        decoding: requests that decode beside hits; and beside prompts that are new (`storing`).
-        conversations: of many users.
-    """
-
-    model: ModelSpec
-    settings: dict[str, Any]
+    model: ModelSpec  # the Llama; its name is the shape's
+    settings: dict[str, Any]  # the engine's settings besides the model
+    # Requests of `bench engine`; the first is also compared byte by byte.
     prompts: tuple[Prompts, ...]
+    # Settings of `bench load`: the engine's own cache is too small for all conversations.
     load_settings: dict[str, float]
-    room_gib: float
+    room_gib: float  # KV cache of an engine with room for all of them; for `bench load` alone
+    # Requests that decode beside hits; and beside prompts that are new (`storing`).
     decoding: Decoding
-    conversations: Conversations
+    conversations: Conversations  # of many users
+    loaded: bool = False  # whether it is the shape of `bench load`
 
     @property
     def name(self) -> str:
@@ -59,16 +51,13 @@ class Shape:
 
     def under_load(self) -> Shape:
         """Return the shape with the settings of `bench load`."""
-        return replace(self, settings=self.settings | self.load_settings)
+        return replace(self, settings=self.settings | self.load_settings, loaded=True)
 
     @property
-    def rows(self) -> dict[str, Prompts]:
-        """The requests of `bench engine` by name, each a column of its tables."""
-        return {str(prompts): prompts for prompts in self.prompts}
-
-    @property
-    def loads(self) -> dict[str, Load]:
-        """The loads of `bench load` by name, each a table."""
+    def requests(self) -> dict[str, Request]:
+        """The prompts of `bench engine`, or the loads of `bench load`, by name; each a table."""
+        if not self.loaded:
+            return {str(prompts): prompts for prompts in self.prompts}
         return {
             "decoding": self.decoding,
             "copying": replace(self.decoding, hit=replace(self.decoding.hit, new=1)),

@@ -13,21 +13,15 @@ from lmcache_xpu.bench.shapes import Shape, chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One engine.
+    """One engine."""
 
-    Args:
-        name: its name on the command line.
-        title: its name for readers.
-        settings: settings that it has besides the shape's.
-        connector: vLLM's KV transfer configuration, where the connector is not ours.
-        hits: the place of a prompt's KV cache that was computed, and then pushed out.
-    """
-
-    name: str
-    title: str
+    name: str  # its name on the command line
+    title: str  # its name for readers
+    # Settings that it has besides the shape's.
     settings: dict[str, Any] = field(default_factory=dict)
+    # KV transfer configuration, where the connector is not ours.
     connector: dict[str, Any] | None = None
-    hits: Hits = "tier"
+    hits: Hits = "tier"  # the place of a prompt's KV cache that was computed, and then pushed out
 
     def values(self, shape: Shape, model: str, device: str, *, graphs: bool) -> dict[str, Any]:
         """Return the values that `Settings.load` makes the engine's settings from."""
@@ -62,7 +56,7 @@ class Variant:
         return variables
 
 
-def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
+def variants(shape: Shape) -> tuple[Variant, ...]:
     """Return all variants, the one without a connector first: it sets the limits.
 
     The last one is for `bench load` alone. It holds everything in the engine's own cache.
@@ -99,17 +93,15 @@ def variants(shape: Shape, *, under_load: bool = False) -> tuple[Variant, ...]:
                 "kv_connector_extra_config": {"cpu_bytes_to_use": cpu_bytes},
             },
         ),
-        *([room] if under_load else []),
+        *([room] if shape.loaded else []),
     )
 
 
-def variants_named(
-    shape: Shape, names: Collection[str] = (), *, under_load: bool = False
-) -> list[Variant]:
+def variants_named(shape: Shape, names: Collection[str] = ()) -> list[Variant]:
     """Return the variants of these names, in their own order; all of them without names.
 
     Raises:
         SettingsError: there is none of a name.
     """
-    by_name = {variant.name: variant for variant in variants(shape, under_load=under_load)}
+    by_name = {variant.name: variant for variant in variants(shape)}
     return [*chosen("variant", by_name, names).values()]

@@ -6,16 +6,16 @@
     reserve   where to store chunks, with the tokens that name them; `commit` ends writing them
 
 A question names the request, whose tokens the server has since its look-up, and the range of
-tokens. The answer is of each object a few numbers. See `server_module` and `load_questions`.
+tokens. The answer is of each object a few numbers. See `server_module` and `server_places`.
 """
 
 from __future__ import annotations
 
-import json
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
+
+import msgspec
 
 from lmcache_xpu.errors import TransferError
 
@@ -24,7 +24,6 @@ __all__ = [
     "COMMIT",
     "EVICTION_POLICY",
     "EVICTION_WATERMARK",
-    "HELLO",
     "LOCATE",
     "REGISTER",
     "RELEASE",
@@ -35,18 +34,19 @@ __all__ = [
     "Reservation",
     "Rows",
     "needed_chunks",
-    "rows_of",
-    "sent_rows",
+    "received",
+    "sent",
 ]
 
-HELLO, ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
-    f"lmcache_xpu.{name}_v3"
-    for name in ("hello", "align", "register", "locate", "release", "reserve", "commit")
+ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
+    f"lmcache_xpu.{name}_v4"
+    for name in ("align", "register", "locate", "release", "reserve", "commit")
 )
 
 # LMCache's own eviction is off, see `room`: a policy that names nothing, at a usage that can't be.
 EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
+M = TypeVar("M")
 Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
 
 
@@ -80,15 +80,6 @@ class Hit(NamedTuple):
         names = (getattr(key, name) for name in cls._fields[2:-1])
         return cls._make((instance_id, number, *names, tuple(windows)))
 
-    @classmethod
-    def received(cls, payload: bytes) -> Self:
-        """Return what was sent."""
-        return cls._make(_tuples(json.loads(payload)))
-
-    def sent(self) -> bytes:
-        """Return its bytes."""
-        return json.dumps(self).encode()
-
 
 class Reservation(NamedTuple):
     """Chunks that a worker wants to store.
@@ -103,22 +94,7 @@ class Reservation(NamedTuple):
     hit: Hit
     sizes: tuple[int, ...]
     skipped: tuple[tuple[int, ...], ...]
-    tokens: Any
-
-    @classmethod
-    def received(cls, payload: bytes) -> Self:
-        """Return what was sent."""
-        head, _, packed = payload.partition(b"\n")
-        hit, sizes, skipped, is_packed = _tuples(json.loads(head))
-        tokens = packed if is_packed else tuple(array("Q", packed))
-        return cls(Hit._make(hit), sizes, skipped, tokens)
-
-    def sent(self) -> bytes:
-        """Return its bytes."""
-        is_packed = isinstance(self.tokens, bytes)
-        head = json.dumps([self.hit, self.sizes, self.skipped, is_packed]).encode()
-        # A number that stands for an image has 64 bits.
-        return head + b"\n" + (self.tokens if is_packed else array("Q", self.tokens).tobytes())
+    tokens: bytes | tuple[int, ...]
 
 
 class Groups(NamedTuple):
@@ -136,15 +112,6 @@ class Groups(NamedTuple):
     world_size: int
     sizes: tuple[int, ...]
     windows: tuple[int, ...]
-
-    @classmethod
-    def received(cls, payload: bytes) -> Self:
-        """Return what was sent."""
-        return cls._make(_tuples(json.loads(payload)))
-
-    def sent(self) -> bytes:
-        """Return its bytes."""
-        return json.dumps(self).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +159,6 @@ class ObjectSlots:
         return sum(length for *_, length in self.rows)
 
 
-def _tuples(value: Any) -> Any:
-    """Return what JSON makes lists of."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
     """Return by KV cache group the chunks that a hit needs.
 
@@ -207,12 +169,15 @@ def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
     return [range(max(0, count - window) if window else 0, count) for window in windows]
 
 
-def sent_rows(rows: Iterable[Sequence[int]]) -> bytes:
-    """Return the bytes of rows of numbers."""
-    return array("q", [number for row in rows for number in row]).tobytes()
+def sent(message: Hit | Reservation | Groups | Rows) -> bytes:
+    """Return the bytes of a message."""
+    return msgspec.msgpack.encode(message)
 
 
-def rows_of(payload: bytes) -> Rows:
-    """Return rows that were sent, sorted."""
-    numbers = iter(array("q", payload).tolist())
-    return sorted(zip(numbers, numbers, numbers, numbers, strict=True))
+def received(payload: bytes, kind: type[M]) -> M:
+    """Return the message of a kind that was sent.
+
+    Raises:
+        msgspec.MsgspecError: these bytes are none.
+    """
+    return msgspec.msgpack.decode(payload, type=kind)

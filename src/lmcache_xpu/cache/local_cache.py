@@ -278,6 +278,9 @@ class LocalCache:
         """Forget a store that failed."""
         self._room.give_up(number)
 
+    def leave(self) -> None:
+        """Do nothing: the worker's half closes the cache."""
+
     # The end
 
     def reset(self) -> bool:

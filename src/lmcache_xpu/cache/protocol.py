@@ -10,7 +10,7 @@ Each half has a `Cache`. The scheduler's half asks by `CacheLookUps`, a worker's
 
     Cache         `LocalClient`   `ServerClient`
     CacheLookUps  `LocalLookUps`  `LookUps`
-    CachePlaces   `LocalCache`    `ModuleQuestions`, `LMCacheQuestions`
+    CachePlaces   `LocalCache`    `ServerPlaces`
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Cache(Protocol):
             timeout_s: seconds that the cache has for an answer.
 
         Raises:
-            SettingsError: the cache knows one KV cache group alone.
+            SettingsError: a server that can't be asked.
         """
 
     def answers_lookups(self, timeout_s: float) -> bool:
@@ -282,3 +282,6 @@ class CachePlaces(Protocol):
 
     def give_up(self, number: int) -> None:
         """Forget what a question has reserved: it will not be written."""
+
+    def leave(self) -> None:
+        """The worker ends; waits for nothing."""

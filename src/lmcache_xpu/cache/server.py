@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.hit_places import ObjectSlots
+from lmcache_xpu.cache.protocol import Answer, CachePlaces
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
 
-__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Server"]
+__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Question", "Server"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -146,6 +147,26 @@ class LentMemory:
         if self._pins:
             self._pins = self.pinned = False
             unregister_host(self.pool.data_ptr(), self._device)
+
+
+class Question(NamedTuple):
+    """A cache is asked where chunks are that it has promised.
+
+    Args:
+        number: of the question.
+        key: of the chunks.
+        memory: that the cache lent when it was asked.
+        begun: when it was asked.
+        answer: that comes.
+        places: who was asked.
+    """
+
+    number: int
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Answer[ObjectSlots | None]
+    places: CachePlaces
 
 
 class Server:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_xpu.cache.hit_places import ALIGN
-from lmcache_xpu.cache.load_questions import HELLO_S, questions_of
 from lmcache_xpu.cache.lookups import LookUps
 from lmcache_xpu.cache.protocol import CachePlaces, KeyScope, TokenRange
+from lmcache_xpu.cache.server_places import ServerPlaces
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
@@ -25,6 +25,7 @@ from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 __all__ = ["KeyScope", "ServerClient"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+ALIGN_S = 1.0  # a server without any module is silent
 
 
 class ServerClient:
@@ -98,9 +99,11 @@ class ServerClient:
         return LookUps(self)
 
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
-        """Return how the server is asked; waits for it to say so."""
+        """Return how the server is asked; waits until it knows this worker."""
         assert self.instance_id is not None  # of a worker
-        return questions_of(self.requests, self.instance_id, sizes, windows, timeout_s)
+        places = ServerPlaces(self.requests, self.instance_id, sizes, windows)
+        places.begin(self.scope, timeout_s)
+        return places
 
     def answers_lookups(self, timeout_s: float) -> bool:
         """Whether the server answers a look-up, of which it keeps nothing; waits for it."""
@@ -146,7 +149,7 @@ class ServerClient:
         if tokens % self._alignment:  # LMCache can't round them up: a server with our module can
             request = ServerModuleCallRequest(ALIGN, str(self._alignment).encode())
             rounded = self.requests.server_module_call(request)
-            if rounded.wait(min(self.timeout_s, HELLO_S)) and rounded.result(timeout=0).success:
+            if rounded.wait(min(self.timeout_s, ALIGN_S)) and rounded.result(timeout=0).success:
                 tokens = int(rounded.result(timeout=0).payload)
         return tokens
 

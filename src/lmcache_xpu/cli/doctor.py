@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from lmcache_xpu.cli.progress import working
+from lmcache_xpu.cli.progress import count, working
 
 if TYPE_CHECKING:
     from lmcache_xpu.doctor import Check
@@ -37,7 +37,7 @@ def doctor(
     if not as_json:  # at once: the checks take seconds, most of them the import of vLLM
         typer.echo("This machine, as it is built:" if build else "This machine, for an engine:")
     done: list[Check] = []
-    with working("Checking this machine") as show:
+    with working("Checking it") as console:
         from lmcache_xpu.doctor import NO_MODEL, Machine, examine, examine_build
         from lmcache_xpu.launch.serve import METRICS_VARIABLE
         from lmcache_xpu.launch.settings import Settings
@@ -49,9 +49,8 @@ def doctor(
         settings = None if build else Settings.load({"model": model or NO_MODEL})
         for check in examine_build(machine) if settings is None else examine(settings, machine):
             done.append(check)
-            show(f"Checking this machine; {len(done)} checks done")
             if not as_json:
-                show.print(_row(check))
+                console.print(_row(check))
     failed = [check.name for check in done if check.outcome == "fail"]
     if as_json:
         report = {"ok": not failed, "checks": [dataclasses.asdict(check) for check in done]}
@@ -76,14 +75,10 @@ def _row(check: Check) -> Table:
 
 def _conclusion(failed: Sequence[str], warnings: int, model: str | None, *, build: bool) -> str:
     """Return the sentence about all checks, and the command that comes next."""
-    also = f", {_count(warnings, 'warning')}"
+    also = f", {count(warnings, 'warning')}"
     if failed:
-        checks = f"{_count(len(failed), 'check')} failed ({', '.join(failed)})"
+        checks = f"{count(len(failed), 'check')} failed ({', '.join(failed)})"
         return f"Not ready: {checks}{also}. Next: follow the advice, then lmcache-xpu doctor again"
     start = f"lmcache-xpu serve {model or 'MODEL'}"
     after = "lmcache-xpu doctor, where the engine will run" if build else start
     return f"Ready: no check failed{also}. Next: {after}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +38,12 @@ def report(
         raise SettingsError(f"{path}, which exists", "a new file", "Name another, or remove it.")
     check_file(path, "PATH")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    options = " --quick" if quick else ""
-    document = MachineReport(path, f"lmcache-xpu report{options}", Redactor.of_this_machine())
-    console.print(f"Writing {path}; three parts, of which the last one starts engines.")
-    well = document.run(parts(quick=quick, timeout_s=timeout_s), console)
+    command = f"lmcache-xpu report{' --quick' if quick else ''}"
+    with tempfile.TemporaryDirectory() as directory:
+        figures = Path(directory) / "figures.json"
+        document = MachineReport(path, command, Redactor.of_this_machine(), figures)
+        console.print(f"Writing {path}; three parts, of which the last one starts engines.")
+        well = document.run(parts(figures, quick=quick, timeout_s=timeout_s), console)
     console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
     raise typer.Exit(0 if well else 1)
 

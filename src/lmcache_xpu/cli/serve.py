@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_args
 import typer
 from pydantic import SecretStr
 
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 
 POSITIONAL: dict[str, Any] = {"model": str | None, "extra_args": list[str] | None}
 

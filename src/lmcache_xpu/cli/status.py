@@ -66,7 +66,7 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
 
     key = os.environ.get("LMCACHE_XPU_API_KEY")
     with (
-        working(f"Asking {url}") as show,
+        working(f"Asking {url}" + (f", for {since} s" if since else "")),
         Client(url, api_key=key, timeout_s=10, trust_env=True) as server,
     ):
         earlier, page = None, server.page()
@@ -77,7 +77,6 @@ def _show_running(url: str, since: int | None, as_json: bool) -> None:
                 "Start it with `lmcache-xpu serve`, which also sets PROMETHEUS_MULTIPROC_DIR.",
             )
         if since is not None:
-            show(f"Watching {server.url} for {since} s")
             time.sleep(since)
             earlier, page = page, server.page()
         models = server.models()
@@ -114,7 +113,7 @@ def _use_table(use: CacheUse) -> Table:
     for tier, name in tiers:
         table.add_row(f"  {name}", f"{use.stored_tokens[tier]:,.0f}")
     table.add_row("chunks evicted from the CPU tier", f"{use.evicted_chunks:,.0f}")
-    table.add_row("failed moves", f"{sum(item.count for item in use.failures):,}")
+    table.add_row("failed moves", f"{sum(use.failures.values()):,}")
     table.add_row("now")
     if use.own_tokens:
         table.add_row("  engine's own cache, tokens", f"{use.own_tokens:,.0f}")

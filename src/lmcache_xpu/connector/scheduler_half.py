@@ -26,7 +26,7 @@ from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
 from lmcache_xpu.transfer.tuning import TUNING
-from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection, worker_connector
+from lmcache_xpu.vllm_hooks.worker_hooks import worker_connector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +55,6 @@ class SchedulerHalf:
         groups: Sequence[CacheGroup],
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
-        self.collection = GarbageCollection()
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self.policy = LoadPolicy(TUNING)
         self.promises = Promises(sizes.block_tokens[0] if len(groups) == 1 else None)
@@ -69,7 +68,6 @@ class SchedulerHalf:
         self._ends = HitEnds.of(kept, sizes.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
-        self._asked: set[str] = set()  # requests of them whose chunks a worker has asked for
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
@@ -125,7 +123,6 @@ class SchedulerHalf:
         self._shared.pop(name, None)  # nothing of its load has arrived, if there was one
         if name in self.promises.broken:
             return 0, False
-        (self._worker or self).collection.put_off()  # until the step is enqueued
         tracked = self._tracked(request, kept)
         if tracked.has_blocks and tracked.hit:
             # Nothing of its load has arrived, and vLLM begins it again.
@@ -180,12 +177,8 @@ class SchedulerHalf:
         if load is None:
             return
         self._loads[name] = load
-        if not tracked.in_step:
-            if self._shares:
-                self._shared[name] = tracked
-        elif (worker := self._worker) is not None:
-            worker.ask_ahead(load)
-            self._asked.add(name)
+        if self._shares and not tracked.in_step:
+            self._shared[name] = tracked
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -248,19 +241,15 @@ class SchedulerHalf:
             self._keys.epoch,
         )
         self._loads.clear()
-        self._asked.clear()
         if step.loads and (worker := self._worker) is not None:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
-        self.collection.allow()  # a worker in this process has a step of its own to enqueue
         return step
 
     def describe_failed(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
-        self._asked.clear()
-        self.collection.allow()
         return Step(
             written_blocks(output, self._sizes.block_tokens),
             output.total_num_scheduled_tokens,
@@ -292,7 +281,6 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         """End the connection to the server."""
-        self.collection.allow()
         if self._keys.epoch and self._client.local is not None:
             self._lookups.reset()  # keys of this process's own would never be found again
         self._client.close()
@@ -328,8 +316,7 @@ class SchedulerHalf:
         for name in self.promises.broken:
             self._requests.pop(name, None)
             self._shared.pop(name, None)
-            load = self._loads.pop(name, None)
-            if load is not None and name not in self._asked:  # no worker gives its locks back
+            if (load := self._loads.pop(name, None)) is not None:  # no worker gives its locks back
                 with guarded("build_connector_meta"):
                     self._lookups.release(load, load.end)
 

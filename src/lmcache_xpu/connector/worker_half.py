@@ -1,8 +1,8 @@
 """The worker's half of the connector to LMCache's server: its transfers, step by step.
 
-ask_ahead, begin_ahead  a scheduler in this process has decided on loads, and on their step
-begin_step              before vLLM may write new blocks: what the step loads is asked for
-load                    vLLM has prepared the step: its loads begin
+begin_ahead   a scheduler in this process has decided on a step
+begin_step    before vLLM may write new blocks: what the step loads is asked for
+load          vLLM has prepared the step: its loads begin
 before_layer, after_layer, for each layer
 store, take_unfilled    the step is enqueued; in either order
 take_ended, report      what vLLM and the scheduler's half ask for
@@ -26,7 +26,6 @@ from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.transfer.devices import register_host
-from lmcache_xpu.vllm_hooks.worker_hooks import GarbageCollection
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +67,6 @@ class WorkerHalf:
         groups: Sequence[CacheGroup],
         beat_s: float,
     ) -> None:
-        self.collection = GarbageCollection()
         self._config = config
         self._options = options
         self._client = client
@@ -133,11 +131,6 @@ class WorkerHalf:
 
     # Before a step, by a scheduler in this process
 
-    def ask_ahead(self, load: TokenRange) -> None:
-        """Ask where the chunks of a load are that the next step has; raises nothing."""
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.ask_early(load)
-
     def begin_ahead(self, step: Step) -> None:
         """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
         self._ask_for(step)
@@ -197,7 +190,6 @@ class WorkerHalf:
     def end_step(self) -> None:
         """Forget a step that is enqueued."""
         self._step = None
-        self.collection.allow()
 
     def _ask_for(self, step: Step) -> None:
         self.transfers.let_write(step.written)
@@ -208,7 +200,6 @@ class WorkerHalf:
         in_steps.fail(step.unserved.blocks)
         for load in step.loads:
             in_steps.ask(load)
-        in_steps.end_early()
 
     def _refused(self, step: Step) -> Step:
         """Return a step whose loads count as failed, and which stores nothing."""
@@ -262,7 +253,6 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End the transfers, and tell the server; waits for copies under way."""
-        self.collection.allow()
         self._client.stop_heartbeat()
         if hasattr(self, "transfers"):
             self.transfers.unregister()

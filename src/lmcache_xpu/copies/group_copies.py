@@ -158,8 +158,9 @@ class GroupCopies:
         numbers = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
             numbers[numbers == NULL_BLOCK] = -1
-        rows = RequestRows(self.parts[0].stager.view, numbers, spans)
         for part in self.parts:
+            # Not shared: each part uploads its rows in its own stream, which no other waits for.
+            rows = RequestRows(part.stager.view, numbers, spans)
             layers, end = part.form.layers, part.start + part.nbytes
             first = starts(layers, len(chunks) * part.nbytes // layers)
             memory = HostMemory([obj[part.start : end] for obj in objects])

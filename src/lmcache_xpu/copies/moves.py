@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
-from lmcache_xpu.cache.load_questions import LMCacheQuestions, ModuleQuestions, Question
 from lmcache_xpu.cache.protocol import Cache, CachePlaces, TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Question, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError
@@ -51,6 +50,8 @@ class Located(NamedTuple):
 class Moves:
     """Moves chunks of all KV cache groups between the engine and a server's memory."""
 
+    _places: CachePlaces  # once `begin_with_server` has asked
+
     def __init__(self, server: Server, groups: Sequence[GroupCopies], client: Cache) -> None:
         self._server = server
         self._groups = groups
@@ -59,28 +60,16 @@ class Moves:
         self._tokens_per_s: float | None = None
         self._numbers = itertools.count()  # of questions; threads share it
         self._windows = [copies.window_chunks for copies in groups]
-        self._places: CachePlaces = LMCacheQuestions(client.requests, client.instance_id)
         self._stream = SideStream(server.device, urgent=False)
 
     def begin_with_server(self) -> None:
-        """Learn how a new server is asked, and register with its module; waits for it.
-
-        Raises:
-            SettingsError: it knows one KV cache group alone.
-            TimeoutError: its module does not answer.
-        """
+        """Learn how a new server is asked; waits for it, and raises as `Cache.places`."""
         sizes = [copies.object_bytes for copies in self._groups]
         self._places = self._client.places(sizes, self._windows, self._server.timeout_s)
-        if isinstance(self._places, ModuleQuestions):
-            scope = self._client.scope
-            registered = self._places.register(scope.model_name, scope.world_size)
-            registered.result(timeout=self._client.timeout_s)
 
     def end_with_server(self) -> None:
-        """Say to the module of the server, if it has one, that this worker ends."""
-        if isinstance(self._places, ModuleQuestions):
-            scope = self._client.scope
-            self._places.register(scope.model_name, scope.world_size, ends=True)
+        """Say to the server that this worker ends; waits for nothing."""
+        self._places.leave()
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:

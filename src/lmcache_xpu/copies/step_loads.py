@@ -1,7 +1,6 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    ask_early       a request has a hit, and may be in the next step: ask where its chunks are
-    begin_step, ask vLLM has decided on a step: ask the same of all others that it loads
+    begin_step, ask vLLM has decided on a step: ask where the chunks are that it loads
     begin_answered  then, and again when the worker is called for the step: of loads whose chunks
                     are known, compare seals, and enqueue the first layers
     begin           vLLM has prepared the step: wait for the other answers, and do the same
@@ -24,12 +23,11 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lmcache_xpu.cache.load_questions import Question
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
+from lmcache_xpu.cache.server import Question
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
 from lmcache_xpu.copies.moves import Located, Moves
@@ -93,18 +91,11 @@ class StepLoads:
         }
         model_pages = (len(layers) - draft_layers) * pages if pages else None
         self._pipelines = StepPipelines(model_pages)
-        self._early: dict[str, Question] = {}  # of the next step, by request
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that are in the pipelines
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
 
     # Before the step's layers
-
-    def ask_early(self, load: TokenRange) -> None:
-        """Ask where the chunks of a load are that the next step may have, once; raises nothing."""
-        if load.request_id not in self._early:
-            with suppress(Exception):  # whatever: its step asks again, and fails there
-                self._early[load.request_id] = self._ask(load)
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step, since whose last one requests have got the blocks `written`."""
@@ -117,31 +108,20 @@ class StepLoads:
             self.outcomes.decide(self.outcomes.expect(blocks), filled=False)
 
     def ask(self, load: TokenRange) -> None:
-        """Ask where chunks are that this step loads, but what vLLM keeps; once."""
+        """Ask where chunks are that this step loads, but what vLLM keeps."""
         chunks = self._copies.chunks(load, loading=True)
         outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
         loaded("step")
         try:
-            asked = self._early.pop(load.request_id, None) or self._ask(load)
+            asked = self._moves.ask(load)
+            asked.answer.wait(SENT_S)
             with self._moves.ending(asked):
-                end = load.start + self._copies.group.block_tokens * sum(map(len, chunks))
-                if (asked.key.start, asked.key.end) != (load.start, end):
-                    raise TransferError(
-                        f"a question of tokens {asked.key.start} to {asked.key.end}",
-                        f"of {load.start} to {end}, for which there are blocks",
-                    )
                 # Before there is an answer, which the server looks up meanwhile.
                 seals = self._moves.seals(asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
             self._asked.append(_Load(load.request_id, chunks, outcome, asked, seals))
-
-    def end_early(self) -> None:
-        """End questions whose requests are not in the step after all."""
-        for question in self._early.values():
-            self._moves.end_load(question)
-        self._early.clear()
 
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
@@ -155,7 +135,7 @@ class StepLoads:
         asked, self._asked = self._asked, []
         until = time.monotonic() + SOON_S
         for load in asked:
-            if load.asked.is_answered(max(0.0, until - time.monotonic())):
+            if load.asked.answer.wait(max(0.0, until - time.monotonic())):
                 self._enqueue(load, 0.0)
             else:
                 self._asked.append(load)
@@ -172,12 +152,6 @@ class StepLoads:
         if self._loads and (whole or not self._last_pages):
             with self._moves.enqueueing():
                 self._pipelines.before_all()
-
-    def _ask(self, load: TokenRange) -> Question:
-        """Ask where chunks are, and let the question leave; errors as `Moves.ask`."""
-        asked = self._moves.ask(load)
-        asked.is_answered(SENT_S)
-        return asked
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
         tokens = load.asked.key.end - load.asked.key.start

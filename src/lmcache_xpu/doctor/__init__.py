@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator
 
 from lmcache_xpu import versions
-from lmcache_xpu.doctor import gpu, memory, packages, software, storage
+from lmcache_xpu.doctor import gpu, memory, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine, TorchFacts
@@ -31,14 +30,10 @@ def examine_build(machine: Machine) -> Iterator[Check]:
     imports = software.check_imports(("torch", "vllm", "lmcache", "lmcache_xpu.vllm_connector"))
     yield imports
     if imports.outcome == "ok":
-        yield packages.check_packages(packages.installed())
-        from lmcache_xpu.vllm_hooks.patches import FACTORY, OUR_NAME, STOCK_NAME, status
+        yield software.check_packages(software.packages())
+        from lmcache_xpu.vllm_hooks.patches import status
 
-        patches = software.check_patches(status())
-        yield patches
-        if patches.outcome == "ok":
-            factory = importlib.import_module(FACTORY)
-            yield software.check_connector(factory, (OUR_NAME, STOCK_NAME))
+        yield software.check_patches(status())
         try:
             device = built_for()
         except SettingsError:  # no vLLM as a package, which the check of versions has said
@@ -67,7 +62,6 @@ def examine(settings: Settings, machine: Machine) -> Iterator[Check]:
         yield storage.check_shared_tier(settings)
     else:
         yield skip("tiers", "offload is off")
-    yield software.check_hash_seed(machine, settings)
     state = "no variable contradicts the settings"
     yield passes("environment", state, check_environment, settings, machine.environ)
     if settings.model == NO_MODEL:
@@ -89,7 +83,6 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield gpu.check_runtime(machine)
     facts = machine.torch()
     yield gpu.check_torch(facts, settings)
-    yield gpu.check_affinity(machine, settings)
     if settings.tensor_parallel > 1 and len(facts.gpus) > 1:
         yield gpu.check_peers(facts, settings)
     yield from _cards(settings, machine)
@@ -115,7 +108,7 @@ def check_start(settings: Settings, machine: Machine | None = None) -> None:
         SettingsError: a check failed.
     """
     machine = machine or Machine()
-    preflight(settings, machine.environ, machine)
+    preflight(settings, machine.environ)
     for check in _quick_checks(settings, machine):
         if check.outcome == "fail":
             raise SettingsError(
@@ -136,17 +129,15 @@ def _quick_checks(settings: Settings, machine: Machine) -> Iterator[Check]:
     """Yield the doctor's checks that neither import PyTorch nor ask a server nor write much."""
     if settings.device == "xpu":
         yield gpu.check_nodes(machine)
-        yield gpu.check_affinity(machine, settings)
         yield from _cards(settings, machine)
     elif settings.device == "cpu":
         yield software.check_compiler(machine, settings)
     if not settings.offload:
         return
     yield memory.check_memory(machine, settings)
-    if settings.devices > 1:
+    if settings.devices > 1 or settings.is_server:
         yield memory.check_shared_memory(machine, settings)
     if settings.device == "xpu":
         torch = TorchFacts(versions.installed().torch or "")  # the cards would need its import
         yield memory.check_pinned(machine, settings, torch)
     yield storage.check_disk_room(machine, settings)
-    yield software.check_hash_seed(machine, settings)

@@ -121,18 +121,6 @@ def check_copy_engine(machine: Machine) -> Check:
     )
 
 
-def check_affinity(machine: Machine, settings: Settings) -> Check:
-    """Check that ZE_AFFINITY_MASK leaves enough GPUs."""
-    name, mask = "GPU selection", machine.environ.get("ZE_AFFINITY_MASK", "")
-    if not mask:
-        return ok(name, "ZE_AFFINITY_MASK is not set: all GPUs")
-    gpus = [part for part in mask.split(",") if part.strip()]
-    if len(gpus) < settings.devices:
-        advice = "Name at least as many GPUs, 0,1 for example, or unset it."
-        return fail(name, f"ZE_AFFINITY_MASK={mask} with {_devices(settings)}", advice)
-    return ok(name, f"ZE_AFFINITY_MASK={mask}")
-
-
 def _devices(settings: Settings) -> str:
     names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
     return " x ".join(f"{n}={size}" for n in names if (size := getattr(settings, n)) > 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, warn
+from lmcache_xpu.launch.cache_server import check_room
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import check_server
@@ -47,14 +48,6 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
             "PyTorch 2.13 then hands out blocks that are too small, and copies end in a "
             f"segmentation fault: set {pool_memory.CACHED} to the same or less.",
         )
-    lockable = machine.memlock_bytes
-    if 0 <= lockable < tier * GIB:
-        return warn(
-            name,
-            f"at most {lockable / 2**20:.0f} MiB may be locked, the CPU tier is {tier:g} GiB",
-            "Raise it (ulimits.memlock: -1 in compose, LimitMEMLOCK in systemd). Intel's driver "
-            "does not ask for it today; RDMA does.",
-        )
     most = pool_memory.limit(min((size for _, size in facts.gpus), default=None))
     if pool_memory.fits(int(tier * GIB), most, environ):
         how = "one pinned allocation each, not counted against the container's limit"
@@ -70,16 +63,11 @@ def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Che
 
 def check_shared_memory(machine: Machine, settings: Settings) -> Check:
     """Check that /dev/shm is large enough for a server that starts, and for workers to talk."""
-    name = "shared memory"
-    size, _, free = shutil.disk_usage(machine.root / "dev/shm")
-    state = f"/dev/shm of {size / GIB:.2f} GiB"
-    lent = settings.cpu_gib * settings.devices
-    if settings.is_server and settings.server_url is None and free < lent * GIB:
-        return fail(
-            name,
-            f"{state}, {free / GIB:.2f} GiB of it free; LMCache's server takes {lent:g} GiB",
-            "Lower cpu_gib, or raise it: shm_size in compose, an emptyDir in memory in a pod.",
-        )
-    if settings.devices > 1 and size < GIB:
+    name, directory = "shared memory", machine.root / "dev/shm"
+    size_gib = shutil.disk_usage(directory).total / GIB
+    state = f"/dev/shm of {size_gib:.2f} GiB"
+    if settings.is_server and settings.server_url is None:
+        return passes(name, state, check_room, settings, directory)
+    if settings.devices > 1 and size_gib < 1:
         return warn(name, state, "Raise it: shm_size in compose, an emptyDir in memory in a pod.")
     return ok(name, state)

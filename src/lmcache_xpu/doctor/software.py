@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip, warn
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
 from lmcache_xpu.launch.preflight import check_model
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 
 XPU_KERNELS = "vllm_xpu_kernels"
 UNKNOWN = "of unknown version"
+# Packages that vLLM and LMCache both ask for. A plain `pip install` of LMCache takes them back to
+# what LMCache's wheel asks for.
+SHARED = (
+    *("grpcio", "grpcio-status", "opentelemetry-api", "opentelemetry-exporter-otlp"),
+    *("opentelemetry-exporter-prometheus", "opentelemetry-sdk", "prometheus-client", "protobuf"),
+)
 
 
 def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> Check:
@@ -55,6 +63,51 @@ def check_imports(modules: tuple[str, ...]) -> Check:
     return ok(name, ", ".join(modules))
 
 
+def packages() -> dict[str, metadata.Distribution]:
+    """Return all installed packages by their canonical names (imports nothing)."""
+    # The first on the path wins.
+    return {canonicalize_name(each.name): each for each in reversed([*metadata.distributions()])}
+
+
+def check_packages(packages: Mapping[str, metadata.Distribution]) -> Check:
+    """Check that the packages that vLLM and LMCache share are as vLLM, and they, ask for.
+
+    Fails where vLLM's own requirements are broken, and warns where those of another package are.
+    """
+    name = "packages"
+    vllm = next((n for n in versions.BUILDS_OF_VLLM if n in packages), None)
+    if vllm is None:
+        return skip(name, "vLLM is not installed as a package here")
+    shared = [package for package in SHARED if package in packages]
+    broken = {each: [*_broken(packages[each], packages)] for each in (vllm, *shared)}
+    if not any(broken.values()):
+        return ok(name, ", ".join(f"{each} {packages[each].version}" for each in shared))
+    text = "; ".join(
+        f"{each} {packages[each].version} wants {requirement}, and here is {version}"
+        for each, requirements in broken.items()
+        for requirement, version in requirements
+    )
+    wanted = dict.fromkeys(f"'{wanted}'" for each in broken.values() for wanted, _ in each)
+    advice = (
+        f"pip install {' '.join(wanted)}. A plain `pip install` of LMCache takes vLLM's packages "
+        "back; `python3 scripts/install.py` in a clone of lmcache-xpu leaves them."
+    )
+    return (fail if broken[vllm] else warn)(name, text, advice)
+
+
+def _broken(
+    package: metadata.Distribution, packages: Mapping[str, metadata.Distribution]
+) -> Iterator[tuple[str, str]]:
+    """Yield each requirement of a shared package that is broken, and the version that does it."""
+    for requirement in map(Requirement, package.requires or ()):
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if name in SHARED and name in packages and applies:
+            version = packages[name].version
+            if not requirement.specifier.contains(version, prereleases=True):
+                yield f"{name}{requirement.specifier}", version
+
+
 def check_compiler(machine: Machine, settings: Settings) -> Check:
     """Check that there is the C++ compiler that PyTorch compiles the model with on CPU."""
     name, compiler = "compiler", machine.environ.get("CXX", "g++")
@@ -75,19 +128,6 @@ def check_patches(status: Status) -> Check:
         advice = "Another package patches LMCache too, or see the check of versions."
         return fail(name, state, advice)
     return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
-
-
-def check_connector(factory: ModuleType, names: tuple[str, ...]) -> Check:
-    """Check which class vLLM's factory has under the names of connectors."""
-    name = "connector"
-    classes = {each: factory.KVConnectorFactory.get_connector_class_by_name(each) for each in names}
-    others = [each for each in classes if not classes[each].__module__.startswith("lmcache_xpu.")]
-    text = ", ".join(f"{each} is of {classes[each].__module__}" for each in others)
-    if names[0] in others:
-        return fail(name, text, "Another package has that name; install this one alone.")
-    if others:
-        return warn(name, text, f"Name the connector {names[0]}, or unset LMCACHE_XPU_STOCK.")
-    return ok(name, f"this package's, by the names {' and '.join(names)}")
 
 
 def check_kernels(device: str) -> Check:
@@ -123,20 +163,6 @@ def check_pinning(device: str) -> Check:
         "A CPU tier larger than one pinned allocation is copied through a ring of pinned memory."
     )
     return warn(name, f"{kernels} can't register memory", advice)
-
-
-def check_hash_seed(machine: Machine, settings: Settings) -> Check:
-    """Check that chunk keys are the same in every process."""
-    name, seed = "hash seed", machine.environ.get("PYTHONHASHSEED")
-    fixed = engine_variables(settings)["PYTHONHASHSEED"]
-    if seed not in (None, fixed):
-        return warn(
-            name,
-            f"PYTHONHASHSEED={seed}",
-            f"`lmcache-xpu serve` sets {fixed}; engines started otherwise would find nothing "
-            "that these stored. Unset it.",
-        )
-    return ok(name, f"PYTHONHASHSEED={fixed}, set by serve")
 
 
 def check_served_model(settings: Settings) -> Check:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from lmcache_xpu.harness.client import Page
-from lmcache_xpu.metrics import FLOWS
+from lmcache_xpu.metrics import FLOWS, Direction
 
 CHUNK_TOKENS = 256  # LMCache's and our default; no metric says it
 FULL = 0.95
@@ -14,67 +15,32 @@ FULL = 0.95
 HARMLESS = ("incomplete", "behind", "late", "missing", "overtaken", "unfilled")
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Moves that failed for one reason.
-
-    Args:
-        direction: store or load.
-        tier: cpu, disk, shared or server.
-        reason: as `lmcache_xpu_errors_total` has it.
-        count: how many.
-        meaning: what it means, and what to do.
-    """
-
-    direction: str
-    tier: str
-    reason: str
-    count: int
-    meaning: str
+TIERS = ("cpu", "disk", "shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """Counts since the engine started, or of a span of time; and levels now.
+    """Counts since the engine started, or of a span of time; and levels now."""
 
-    Args:
-        requests: that have ended.
-        prompt_tokens: of prompts that were started.
-        device_tokens: prompt tokens in the engine's own cache.
-        cpu_tokens, disk_tokens, shared_tokens: prompt tokens in each tier.
-        looked_up_tokens: prompt tokens looked up in the tiers.
-        stored_tokens: by tier, cpu, disk and shared.
-        evicted_chunks: that left the CPU tier; of models with several KV caches, parts of chunks.
-        preemptions: requests whose KV cache had to make room.
-        fallbacks: requests whose load ended in recomputing.
-        failures: moves that failed, by reason.
-        cpu_bytes, cpu_limit_bytes: that the CPU tier holds now, and may hold.
-        disk_bytes, disk_limit_bytes: the same of the disk tier.
-        own_tokens: that the engine's own cache holds when it is full; 0 if it does not say.
-        own_usage: share of it that requests use now.
-        running, waiting: requests now.
-    """
-
-    requests: float
-    prompt_tokens: float
-    device_tokens: float
-    cpu_tokens: float
+    requests: float  # that have ended
+    prompt_tokens: float  # of prompts that were started
+    device_tokens: float  # prompt tokens in the engine's own cache
+    cpu_tokens: float  # prompt tokens in each tier
     disk_tokens: float
     shared_tokens: float
-    looked_up_tokens: float
-    stored_tokens: dict[str, float]
-    evicted_chunks: float
-    preemptions: float
-    fallbacks: float
-    failures: tuple[Failures, ...] = ()
-    cpu_bytes: float = 0.0
-    cpu_limit_bytes: float = 0.0
-    disk_bytes: float = 0.0
-    disk_limit_bytes: float = 0.0
-    own_tokens: float = 0.0
-    own_usage: float = 0.0
-    running: float = 0.0
-    waiting: float = 0.0
+    stored_tokens: dict[str, float]  # by tier: cpu, disk and shared
+    evicted_chunks: float  # from the CPU tier; of models with several KV caches, parts of chunks
+    preemptions: float  # requests whose KV cache had to make room
+    fallbacks: float  # requests whose load ended in recomputing
+    failures: dict[str, int]  # moves that failed, by direction, tier and reason: `load cpu late`
+    cpu_bytes: float  # that the CPU tier holds now, and may hold
+    cpu_limit_bytes: float
+    disk_bytes: float  # the same of the disk tier
+    disk_limit_bytes: float
+    own_tokens: float  # that the engine's own cache holds when it is full; 0 if it does not say
+    own_usage: float  # share of it that requests use now
+    running: float  # requests now
+    waiting: float
 
     @classmethod
     def between(cls, earlier: Page | None, page: Page) -> CacheUse:
@@ -85,24 +51,20 @@ class CacheUse:
             # An engine that was restarted in between counts from 0.
             return max(0.0, page.sum(name, **labels) - before)
 
-        external = count("vllm:external_prefix_cache_hits_total")
-        loaded = {
-            tier: count("lmcache_xpu_tokens_total", direction="load", tier=tier)
-            for tier in ("cpu", "disk", "shared")
-        }
+        def moved(direction: Direction) -> dict[str, float]:
+            name = "lmcache_xpu_tokens_total"
+            return {tier: count(name, direction=direction, tier=tier) for tier in TIERS}
+
+        external, loaded = count("vllm:external_prefix_cache_hits_total"), moved("load")
         # Each device of a model counts its own loads, and all of them pass the CPU tier: so these
         # are shares of what the engine says it was given.
         scale = external / loaded["cpu"] if loaded["cpu"] else 0.0
-        disk, shared = (min(external, scale * loaded[tier]) for tier in ("disk", "shared"))
+        disk, shared = (min(external, scale * loaded[tier]) for tier in TIERS[1:])
         errors = "lmcache_xpu_errors_total"
-        reasons = {
-            (sample.labels["direction"], sample.labels["tier"], sample.labels["reason"])
-            for sample in page.of(errors)
-        }
-        failures = [
-            Failures(d, t, r, int(count(errors, direction=d, tier=t, reason=r)), _meaning(d, t, r))
-            for d, t, r in sorted(reasons)
-        ]
+        failures: dict[str, int] = {}
+        for sample in page.of(errors):
+            labels = {name: sample.labels[name] for name in ("direction", "tier", "reason")}
+            failures[" ".join(labels.values())] = int(count(errors, **labels))
         return cls(
             requests=count("vllm:request_success_total"),
             prompt_tokens=count("vllm:prompt_tokens_total"),
@@ -110,15 +72,11 @@ class CacheUse:
             cpu_tokens=max(0.0, external - disk - shared),
             disk_tokens=disk,
             shared_tokens=shared,
-            looked_up_tokens=count("vllm:external_prefix_cache_queries_total"),
-            stored_tokens={
-                tier: count("lmcache_xpu_tokens_total", direction="store", tier=tier)
-                for tier in loaded
-            },
+            stored_tokens=moved("store"),
             evicted_chunks=count("lmcache_xpu_evicted_total", tier="cpu"),
             preemptions=count("vllm:num_preemptions_total"),
             fallbacks=count("lmcache_xpu_fallbacks_total"),
-            failures=tuple(failure for failure in failures if failure.count),
+            failures={name: number for name, number in sorted(failures.items()) if number},
             cpu_bytes=page.sum("lmcache_xpu_cpu_used_bytes"),
             cpu_limit_bytes=page.sum("lmcache_xpu_cpu_limit_bytes"),
             disk_bytes=page.sum("lmcache_xpu_disk_used_bytes"),
@@ -144,11 +102,6 @@ class CacheUse:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def _meaning(direction: str, tier: str, reason: str) -> str:
-    reasons = [flow.reasons for flow in FLOWS if (flow.direction, flow.tier) == (direction, tier)]
-    return next(iter(reasons), {}).get(reason, "The move raised: the log has the cause")
-
-
 def _own_tokens(page: Page) -> float:
     total = 0
     for sample in page.of("vllm:cache_config_info"):
@@ -159,12 +112,7 @@ def _own_tokens(page: Page) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One sentence.
-
-    Args:
-        outcome: ok; hint: it could be better; wrong: something has to be mended.
-        text: the sentence.
-    """
+    """A sentence, and whether all is well, could be better, or something has to be repaired."""
 
     outcome: Literal["ok", "hint", "wrong"]
     text: str
@@ -206,28 +154,29 @@ def _answer(use: CacheUse) -> Advice:
     return Advice("ok", text)
 
 
-def _hints(use: CacheUse) -> list[Advice]:
-    hints = []
+def _hints(use: CacheUse) -> Iterator[Advice]:
     if use.evicted_chunks and not use.disk_limit_bytes and not use.stored_tokens["shared"]:
-        hints.append(
+        text = (
             f"The CPU tier is full and has evicted {use.evicted_chunks:,.0f} chunks: a larger one "
             "(cpu_gib) or a disk tier (disk_path, disk_gib) would keep them."
         )
+        yield Advice("hint", text)
     if use.disk_limit_bytes and use.disk_bytes >= FULL * use.disk_limit_bytes:
-        hints.append("The disk tier is full and evicts: a larger one (disk_gib) would keep more.")
+        text = "The disk tier is full and evicts: a larger one (disk_gib) would keep more."
+        yield Advice("hint", text)
     if use.preemptions:
-        hints.append(
+        text = (
             f"{use.preemptions:,.0f} times a request had to make room for others: the engine's own "
             "cache is small for so many at once."
         )
-    advice = [Advice("hint", text) for text in hints]
-    for error in use.failures:
-        text = (
-            f"{error.count:,} times a {error.direction} failed in the {error.tier} tier, "
-            f"{error.reason}: {error.meaning}."
-        )
-        advice.append(Advice("hint" if error.reason in HARMLESS else "wrong", text))
+        yield Advice("hint", text)
+    reasons = {f"{flow.direction} {flow.tier}": flow.reasons for flow in FLOWS}
+    for name, count in use.failures.items():
+        direction, tier, reason = name.split(" ")
+        raised = "The move raised: the log has the cause"
+        meaning = reasons.get(f"{direction} {tier}", {}).get(reason, raised)
+        text = f"{count:,} times a {direction} failed in the {tier} tier, {reason}: {meaning}."
+        yield Advice("hint" if reason in HARMLESS else "wrong", text)
     if use.fallbacks:
         text = f"{use.fallbacks:,.0f} requests were computed anew because a load failed: "
-        advice.append(Advice("wrong", f"{text}see the engine's log."))
-    return advice
+        yield Advice("wrong", f"{text}see the engine's log.")

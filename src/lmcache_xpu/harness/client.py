@@ -20,36 +20,22 @@ ADDRESS = "the address of an engine, such as http://127.0.0.1:8000"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One streamed answer.
+    """One streamed answer."""
 
-    Args:
-        text: the whole text.
-        token_ids: its tokens; empty when the server doesn't send them.
-        ttft_s: seconds from sending the request to the first chunk with text.
-        prompt_tokens: length of the prompt, as the server counts.
-        completion_tokens: length of the answer, as the server counts.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    ttft_s: float
-    prompt_tokens: int
-    completion_tokens: int
+    text: str  # the whole text
+    token_ids: tuple[int, ...]  # its tokens; empty when the server doesn't send them
+    ttft_s: float  # seconds from sending the request to the first chunk with text
+    prompt_tokens: int  # length of the prompt, as the server counts
+    completion_tokens: int  # length of the answer, as the server counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCounts:
-    """The server's cache counters, in tokens, since it started; `-` gives a span's.
+    """The server's cache counters, in tokens, since it started; `-` gives a span's."""
 
-    Args:
-        prompt: prompt tokens of finished prefills.
-        prefix_hits: tokens that were in the engine's own prefix cache.
-        external_hits: tokens that were in LMCache.
-    """
-
-    prompt: int
-    prefix_hits: int
-    external_hits: int
+    prompt: int  # prompt tokens of finished prefills
+    prefix_hits: int  # tokens that were in the engine's own prefix cache
+    external_hits: int  # tokens that were in LMCache
 
     def __sub__(self, earlier: CacheCounts) -> CacheCounts:
         return CacheCounts(
@@ -102,10 +88,8 @@ class Client:
     Args:
         url: the server's; an ending such as /v1 or /metrics is left out.
         model: name to ask for; None asks the server for its first one.
-        api_key: sent when there is one.
         timeout_s: longest silence of the server, seconds.
-        trust_env: whether the environment may name a proxy and certificates; a proxy would be
-            timed, too.
+        trust_env: whether the environment may name a proxy, which would be timed, too.
 
     Raises:
         EngineError: from every method, when the server is away, refuses, or breaks off.
@@ -168,12 +152,6 @@ class Client:
     def page(self) -> Page:
         """Return the metrics of a vLLM server."""
         response = self._get("/metrics")
-        if response.status_code in (401, 403):
-            raise EngineError(
-                f"{self.url}/metrics, which answers {response.status_code}",
-                "a page that this key may read",
-                "Put the key into LMCACHE_XPU_API_KEY.",
-            )
         try:
             page = Page.parse(response.text if response.is_success else "")
         except ValueError:
@@ -182,7 +160,9 @@ class Client:
             raise EngineError(
                 f"{self.url}/metrics, which has no metrics of vLLM ({response.status_code})",
                 ADDRESS,
-                "A router has a page of its own: name the engine behind it.",
+                "A router has a page of its own: name the engine behind it."
+                if response.status_code not in (401, 403)
+                else "Put the key into LMCACHE_XPU_API_KEY.",
             )
         return page
 
@@ -226,13 +206,11 @@ class Client:
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     # The chunk that only names the role is no token.
-                    if piece := _text(choice):
+                    if piece := choice.get("text") or choice.get("delta", {}).get("content"):
                         ttft_s = now - begin if ttft_s is None else ttft_s
                         text.append(piece)
                     token_ids += choice.get("token_ids") or []
-        except json.JSONDecodeError as error:
-            raise self._failure(f"a JSONDecodeError ({error})") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, json.JSONDecodeError) as error:
             raise self._no_answer(error) from error
         if ttft_s is None or not usage:
             raise self._failure(f"a stream without {'usage' if ttft_s else 'text'}")
@@ -270,15 +248,6 @@ class Client:
         if "CERTIFICATE" in cause or "SSL" in cause:
             fix = "Name its certificate's authority in SSL_CERT_FILE, or check http and https."
         return EngineError(f"no answer from {self.url} ({cause})", ADDRESS, fix)
-
-
-def _text(choice: Mapping[str, Any]) -> str:
-    """Return the text of one chunk; a reasoning model's thoughts are tokens, too."""
-    if "text" in choice:
-        return str(choice["text"])
-    delta = choice["delta"]
-    names = ("reasoning_content", "reasoning", "content")
-    return str(next((delta[name] for name in names if delta.get(name)), ""))
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:

@@ -9,17 +9,14 @@ of these conversations; the CPU tier and the disk tier hold all. So:
 3. the engine is started anew and everybody asks the third one again (disk tier).
 
 At the end of 2 and 3 the first questions are put again: the answers must be, token for token,
-those that were computed without a cache. The disk tier stays until the next demo, for the engine
-that a reader starts by hand.
+those that were computed without a cache.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import shutil
 import statistics
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,7 +30,6 @@ from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
-from lmcache_xpu.harness.steps import Steps
 from lmcache_xpu.launch.preflight import check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -49,7 +45,6 @@ QUESTIONS = (
     "Which part of it matters most, and why?",
     "How would you explain it to a beginner?",
 )
-
 
 ABOUT = (
     "A real vLLM and a real LMCache serve a small model of random weights. Its words mean nothing; "
@@ -67,19 +62,12 @@ NEXT = (
 
 
 class Row(NamedTuple):
-    """One line of the result.
+    """One line of the result."""
 
-    Args:
-        source: the place that the KV cache of most of the prompt came from.
-        median_s: the middle time to first token.
-        prompt_tokens: tokens of all prompts, as the server counted.
-        hit_tokens: tokens that came from `source`, as the server counted.
-    """
-
-    source: str
-    median_s: float
-    prompt_tokens: int
-    hit_tokens: int
+    source: str  # the place that the KV cache of most of the prompt came from
+    median_s: float  # the middle time to first token
+    prompt_tokens: int  # tokens of all prompts, as the server counted
+    hit_tokens: int  # tokens that came from `source`, as the server counted
 
     @property
     def hit_rate(self) -> float:
@@ -131,11 +119,11 @@ class _Conversations:
 
 
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
-    """Run the demo, print its table, and say how to go on by hand.
+    """Run the demo, and print its table.
 
     Args:
-        work: directory for the model, the logs, the disk tier and a question; all are kept, and
-            the next demo empties the disk tier.
+        work: directory for the model, the logs and the disk tier; all are kept, and the next demo
+            empties the disk tier.
         port: the engine's, on the loopback interface; None takes a free one.
 
     Raises:
@@ -147,7 +135,15 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
     _check(work, settings)
     console = Console()
     console.print(ABOUT)
-    doing = Steps(console).doing
+
+    @contextmanager
+    def doing(step: str) -> Iterator[None]:
+        begin = time.monotonic()
+        if not console.is_terminal:
+            console.print(f"{step} ...")
+        with console.status(f"{step} ..."):
+            yield
+        console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
 
     @contextmanager
     def engine(log: Path) -> Iterator[Client]:
@@ -191,9 +187,8 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         )
     console.print(
         f"{same} of {same} answers from the CPU and disk tiers were, token for token, those "
-        f"computed without a cache.\n{MEANING}"
+        f"computed without a cache.\n{MEANING}\n{NEXT}"
     )
-    _go_on(console, settings, talk, work)
     return rows
 
 
@@ -220,7 +215,7 @@ def _check(work: Path, settings: Settings) -> None:
     make_directory(work, "--work")
     check_port(settings.host, settings.port)
     for lock in (work / "disk").rglob("lock"):
-        DirectoryLock(lock.parent, 0).release()  # an engine that was started by hand may use it
+        DirectoryLock(lock.parent, 0).release()  # another demo may use it
     shutil.rmtree(work / "disk", ignore_errors=True)
     free = shutil.disk_usage(work).free / 2**30
     if free < FREE_GIB:
@@ -250,44 +245,3 @@ def table(rows: Sequence[Row]) -> Table:
             f"{rows[0].median_s / row.median_s:.1f} x",
         )
     return table
-
-
-def _go_on(console: Console, settings: Settings, talk: _Conversations, work: Path) -> None:
-    """Say how to start the same engine by hand, and how to see that it finds what is on disk."""
-    question, answer = work / "question.json", work / "answer.txt"
-    answer.write_text(talk.answers[0][0].text)
-    body = {
-        "model": "demo",
-        "messages": talk.messages(0, 0),
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "seed": 0,
-        "ignore_eos": True,
-    }
-    question.write_text(json.dumps(body, indent=1) + "\n")
-    url = f"http://{settings.host}:{Settings.model_fields['port'].default}/v1/chat/completions"
-    header = "Content-Type: application/json"
-    lines = [
-        "",
-        f"The same engine by hand. It finds this run's conversations on disk, in {work / 'disk'}:",
-        f"    {serve_command(settings)}",
-        "When it answers, put the first question to it again, from another terminal:",
-        f"    {shlex.join(['curl', '-s', url, '-H', header, '-d', f'@{question}'])}",
-        f"It answers what this run was answered: the text of {answer}.",
-        NEXT,
-    ]
-    for line in lines:  # as they are: a line that is cut or folded can't be copied
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def serve_command(settings: Settings) -> str:
-    """Return the `lmcache-xpu serve` that has these settings, and listens on the default port."""
-    words = [sys.argv[0], "serve", settings.model]
-    for name in sorted(settings.model_fields_set - {"model", "port"}):
-        value = getattr(settings, name)
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            words += [f"--{option}", str(value)]
-    return shlex.join(words)

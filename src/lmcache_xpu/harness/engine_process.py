@@ -28,7 +28,7 @@ from lmcache_xpu.launch.settings import Settings
 LOG_LINES = 15  # of the log, in an error
 POLL_S = 0.2
 PORTS = (20_000, 30_000)  # below ip_local_port_range and Kubernetes' node ports
-INTERRUPTED_S = 1.5  # that an engine gets to stop after Ctrl-C, before each stronger signal
+INTERRUPTED_S = 1.5  # that an engine gets to stop after Ctrl-C
 KILL_S = 10.0  # that a killed process may take to go
 
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -45,10 +45,8 @@ class EngineProcess:
     its parent's.
 
     Args:
-        settings: what to serve; the port has to be free, see `free_port`.
         log: file for the engine's output; overwritten.
-        start_s: seconds until the engine has to answer /health.
-        stop_s: seconds that it gets to stop before it is killed.
+        start_s, stop_s: seconds until it has to answer /health, and that it gets to stop.
         argv: run this instead of the engine.
         env: variables on top of this process's and the settings' own.
 
@@ -108,21 +106,19 @@ class EngineProcess:
     def stop(self) -> None:
         """Stop the engine and everything it started; does nothing when it does not run.
 
-        As a container's runtime does: SIGTERM to the server alone, which stops its own children.
-        Processes that are left get SIGTERM, too, and at last SIGKILL.
+        As a container's runtime does: SIGTERM to the server alone, which stops its own children,
+        and SIGKILL to processes that are left.
         """
         process, self._process = self._process, None
         if process is None:
             return
-        group = process.pid
         try:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            if not _ended(process, self._stop_s):
-                _signal_group(group, signal.SIGTERM)
-                _ended(process, min(self._stop_s, KILL_S / 2))
+            process.terminate()
+            _ended(process, self._stop_s)
         finally:  # a second Ctrl-C shortens the wait, not the result
-            _signal_group(group, signal.SIGKILL)
+            for member in _running(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
             _ended(process, KILL_S)
             if self._metrics is not None:
                 shutil.rmtree(self._metrics, ignore_errors=True)
@@ -142,17 +138,16 @@ class EngineProcess:
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         begin = time.monotonic()
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
-            while True:
-                waited = time.monotonic() - begin
-                if (code := process.poll()) is not None:
-                    raise self._failure(f"the engine ended after {waited:.0f} s with code {code}")
-                if waited > self._start_s:
-                    raise self._failure(f"no answer from {self.url}/health for {waited:.0f} s")
-                with contextlib.suppress(httpx.TransportError):  # not listening yet
-                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
-                        return
-                time.sleep(POLL_S)
+        while True:
+            waited = time.monotonic() - begin
+            if (code := process.poll()) is not None:
+                raise self._failure(f"the engine ended after {waited:.0f} s with code {code}")
+            if waited > self._start_s:
+                raise self._failure(f"no answer from {self.url}/health for {waited:.0f} s")
+            with contextlib.suppress(httpx.TransportError):  # not listening yet
+                if httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).is_success:
+                    return
+            time.sleep(POLL_S)
 
     def _failure(self, event: str) -> EngineError:
         lines = self.log.read_text(errors="replace").splitlines()
@@ -181,28 +176,20 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    """Signal the members that still run; a group without members may be someone else's by now."""
-    if any(_running(group)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, number)
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait until no process of the group runs; False when some still do after `seconds`."""
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until no process of the group runs, or for `seconds`."""
     deadline = time.monotonic() + seconds
     # poll() collects our own child, which would stay a zombie.
     while process.poll() is None or any(_running(process.pid)):
         if time.monotonic() > deadline:
-            return False
+            return
         time.sleep(POLL_S / 4)
-    return True
 
 
 def _running(group: int) -> Iterator[int]:
     """Yield the group's processes that are not zombies.
 
-    killpg counts zombies, too; they stay in a container whose first process collects none.
+    Zombies stay in a container whose first process collects none.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

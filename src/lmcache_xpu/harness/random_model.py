@@ -32,35 +32,20 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The description that a model is made from; equal descriptions give equal files.
+    """The description that a model is made from; equal descriptions give equal files."""
 
-    Args:
-        name: a word for people; part of the directory's name.
-        hidden: width of the residual stream.
-        layers: number of layers.
-        heads: number of query heads; `hidden / heads` is free of `head_dim`.
-        kv_heads: number of key and value heads.
-        head_dim: elements per head; one that vLLM's CPU attention knows.
-        intermediate: width of the feed-forward part.
-        vocabulary: number of tokens.
-        positions: longest sequence, in tokens.
-        dtype: a torch dtype's name.
-        qk_gain: spread of queries and keys; 1 is the usual one.
-        seed: the weights' seed.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 64
-    intermediate: int
-    vocabulary: int = 4096
-    positions: int = 16384
-    dtype: str = "float32"
-    qk_gain: float
-    seed: int = 0
+    name: str  # a word for people; part of the directory's name
+    hidden: int  # width of the residual stream
+    layers: int  # number of layers
+    heads: int  # number of query heads; `hidden / heads` is free of `head_dim`
+    kv_heads: int  # number of key and value heads
+    head_dim: int = 64  # elements per head; one that vLLM's CPU attention knows
+    intermediate: int  # width of the feed-forward part
+    vocabulary: int = 4096  # number of tokens
+    positions: int = 16384  # longest sequence, in tokens
+    dtype: str = "float32"  # a torch dtype's name
+    qk_gain: float  # spread of queries and keys; 1 is the usual one
+    seed: int = 0  # the weights' seed
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -84,10 +84,7 @@ def server_command(settings: Settings, socket: Path, pages: str = PAGES) -> list
 def server_environment(
     environ: Mapping[str, str], settings: Settings | None = None
 ) -> dict[str, str]:
-    """Return what LMCache's server needs of an environment, and the shared tier's password.
-
-    No other secret is in it.
-    """
+    """Return what LMCache's server needs of an environment; no secret but the shared tier's."""
     needed = {
         name: value
         for name, value in environ.items()
@@ -164,7 +161,7 @@ def clear_pools() -> None:
                 os.close(lock)
 
 
-def check_shared_memory(settings: Settings) -> None:
+def check_room(settings: Settings, directory: Path = SHARED_MEMORY) -> None:
     """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
 
     What killed servers left there is given back first.
@@ -174,7 +171,7 @@ def check_shared_memory(settings: Settings) -> None:
     """
     clear_pools()
     needed = settings.cpu_gib * settings.devices * 2**30
-    free = shutil.disk_usage(SHARED_MEMORY).free
+    free = shutil.disk_usage(directory).free
     if needed > free:
         raise SettingsError(
             f"{free / 2**30:.2f} GiB free in {SHARED_MEMORY}",

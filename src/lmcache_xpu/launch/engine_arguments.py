@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 
 from lmcache_xpu import versions
-from lmcache_xpu.launch.settings import CPU_KV_CACHE_GIB, ENV_PREFIX, Settings
+from lmcache_xpu.launch.fields import CPU_KV_CACHE_GIB, ENV_PREFIX
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 from lmcache_xpu.transfer import pool_memory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,9 +54,6 @@ class Machine:
     may_open: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
     loads: Callable[[str], bool] = _loads  # whether a shared library can be loaded
     torch: Callable[[], TorchFacts] = TorchFacts.probe
-    memlock_bytes: int = field(  # that may be locked; -1: any
-        default_factory=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    )
     refusal: Callable[[], str] = siblings.refusal  # of a sibling's descriptor; empty: none
 
     def render_nodes(self) -> list[Path]:

@@ -51,9 +51,7 @@ _INDEX = "model.safetensors.index.json"
 def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
-    Args:
-        config: of the model.
-        layerwise: with LMCache's own engine.
+    With `layerwise`, by LMCache's own engine.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.
@@ -81,8 +79,8 @@ def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> Layer
 def check_layers(settings: Settings) -> LayerKinds | None:
     """Refuse a model into whose layers no prefix can be restored.
 
-    Of a model on a hub it reads what was downloaded before. What it can't read is left to the
-    engine, where the connector refuses the same; then there are no kinds.
+    What it can't read, or what was not downloaded before, is left to the engine, where the
+    connector refuses the same; then there are no kinds.
 
     Raises:
         SettingsError: names the layers.
@@ -103,13 +101,8 @@ def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
     chunk up to whole blocks when the engine registers, which alone knows them, as a block of
     attention has to be as large as a state.
     """
-    if (
-        kinds.states
-        and "chunk_tokens" not in settings.model_fields_set
-        and settings.server_url is None
-    ):
-        settings = settings.model_copy(update={"chunk_tokens": 1})
-    return settings
+    chosen = "chunk_tokens" in settings.model_fields_set or settings.server_url is not None
+    return settings.model_copy(update={"chunk_tokens": 1} if kinds.states and not chosen else {})
 
 
 def check_reachable(model: str) -> None:

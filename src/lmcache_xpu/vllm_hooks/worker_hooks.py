@@ -1,12 +1,8 @@
-"""What vLLM offers no connector of its worker: changed weights, and the worker in this process.
-
-And Python's garbage collection, which a worker puts off while its device waits for its thread.
-"""
+"""What vLLM offers no connector of its worker: changed weights, and the worker in this process."""
 
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WEIGHT_CHANGES",
-    "GarbageCollection",
     "WorkerHooks",
     "hook_worker",
     "worker_connector",
@@ -77,28 +72,3 @@ def worker_connector(config: VllmConfig) -> Any:
     group: Any = kv_transfer.get_kv_transfer_group()
     engine_id = config.kv_transfer_config.engine_id
     return group if getattr(group, "engine_id", None) == engine_id else None
-
-
-class GarbageCollection:
-    """Python's garbage collection of this process; what somebody else has disabled stays so.
-
-    A collection of young objects looks at every number of every new prompt: milliseconds before the
-    first layer of nearly every step that loads. Put off, it runs when a step is enqueued, and the
-    thread waits for the device anyway. A worker's half owns it in its process, also for a scheduler
-    there; a scheduler alone in its process has one of its own.
-    """
-
-    def __init__(self) -> None:
-        self._put_off = False
-
-    def put_off(self) -> None:
-        """Collect nothing from now on until `allow`."""
-        if gc.isenabled():
-            gc.disable()
-            self._put_off = True
-
-    def allow(self) -> None:
-        """Collect again, if it was put off here."""
-        if self._put_off:
-            self._put_off = False
-            gc.enable()
