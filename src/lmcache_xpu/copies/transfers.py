@@ -44,7 +44,7 @@ class Transfers:
         draft_layers: so many layers at the end are a drafter's.
 
     Attributes:
-        in_steps: loads inside steps; None with several groups.
+        in_steps: loads inside steps, which a group alone has.
     """
 
     def __init__(
@@ -66,10 +66,8 @@ class Transfers:
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
-        self.in_steps: StepLoads | None = None
-        if len(groups) == 1:
-            flow = client.load_flow
-            self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
+        flow = client.load_flow
+        self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
 
     def take_speed(self) -> float | None:
         """Return the tokens per second of loads beside steps since the last call, if any ended."""
@@ -82,8 +80,8 @@ class Transfers:
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, or waits for its turn."""
-        in_steps = self.in_steps is not None and self.in_steps.outcomes.pending
-        return bool(self._stores.transfers() or self._loads.transfers() or in_steps)
+        threads = self._stores.transfers() or self._loads.transfers()
+        return bool(threads) or self.in_steps.outcomes.pending
 
     def pinned(self, address: int) -> bool | None:
         """Whether the server's memory at this address is pinned; None for other memory."""
@@ -184,7 +182,7 @@ class Transfers:
         `sources` are the block IDs that they were computed from; empty where no step loads.
         """
         transfer = self._transfer(chunks)
-        gates = [self.in_steps.outcomes.gate(sources)] if self.in_steps and sources else []
+        gates = [self.in_steps.outcomes.gate(sources)] if sources else []
         move = functools.partial(self._moves.store, transfer, chunks, event)
         self._stores.add(transfer, *gates, move)
         return transfer
@@ -226,8 +224,7 @@ class Transfers:
     def close(self) -> None:
         """End the threads, and give the server's memory back; waits for copies on their way."""
         self._server.leave()
-        if self.in_steps is not None:
-            self.in_steps.close()
+        self.in_steps.close()
         self._stores.close()
         self._loads.close()
         self._server.release()
