@@ -114,7 +114,7 @@ def test_memory_of_a_lost_server_is_given_back_when_its_name_is_gone(server, hal
 def test_a_step_that_was_begun_before_is_not_asked_for_again():
     in_steps = Mock()
     half = made(Mock())
-    half.transfers = Mock(in_steps=in_steps)
+    half.transfers, half.in_steps = Mock(), in_steps
     begun, other = (Step(frozenset({3}), 5, loads=["a"]) for _ in range(2))
     half.begin_ahead(begun)
     half.begin_step(begun)

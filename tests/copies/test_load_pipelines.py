@@ -10,10 +10,10 @@ import torch
 from support.caches import bits
 from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
-from support.loads import LAYERS, Case, Point, expected, settle
+from support.loads import LAYERS, Case, Point, Step, expected, settle
 from support.tuned import tuned
 
-from lmcache_xpu.copies.load_pipelines import StepPipelines
+from lmcache_xpu.copies.load_pipelines import group_starts
 from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
@@ -197,7 +197,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
 def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: int, missed: bool):
     """It asks before the drafter, here of one layer, has run. The model's it must have come to."""
     case = Case()
-    case.step = StepPipelines(LAYERS - 1)
+    case.step = Step(draft_layers=1)
     case.load()
     for layer in range(visited):
         case.step.before_layer(layer)
@@ -207,7 +207,7 @@ def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: i
 
 def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     case = Case()
-    case.step = StepPipelines(LAYERS - 1)
+    case.step = Step(draft_layers=1)
     case.load()
     for layer in range(LAYERS - 1):
         case.step.before_layer(layer)
@@ -220,13 +220,11 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
 
 
 def sizes_of_groups(
-    layers: int, *, much: bool = True, scheduling: bool = False, large: int = 1
+    layers: int, *, much: bool = True, early: bool = False, large: int = 1
 ) -> list[int]:
     """The layers of each group beside much or little computing; `large` fit in one launch."""
-    step = StepPipelines()
-    step.begin(1000 if much else 1, scheduling=scheduling)
-    layer_bytes = TUNING.direct_launch_bytes // large
-    starts = step.group_starts(1000, layers, layer_bytes)
+    computed, layer_bytes = 1000 if much else 1, TUNING.direct_launch_bytes // large
+    starts = group_starts(layers, layer_bytes, loaded=1000, computed=computed, early=early)
     return [b - a for a, b in itertools.pairwise([*starts, layers])]
 
 
@@ -259,12 +257,11 @@ def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers
     ],
 )
 def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(large: int, sizes):
-    assert sizes_of_groups(32, scheduling=True, large=large) == sizes
-    assert sizes_of_groups(32, much=False, scheduling=True, large=large) == [24, 8]
+    assert sizes_of_groups(32, early=True, large=large) == sizes
+    assert sizes_of_groups(32, much=False, early=True, large=large) == [24, 8]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(4096, 1), (1024, 1), (512, 24), (1, 24)])
 def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
-    step = StepPipelines()
-    step.begin(tokens)
-    assert step.group_starts(32768, 32, 2**27)[1] == first
+    starts = group_starts(32, 2**27, loaded=32768, computed=tokens, early=False)
+    assert starts[1] == first

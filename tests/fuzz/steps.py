@@ -98,7 +98,6 @@ class Steps(Blocks, RuleBasedStateMachine):
             client = LocalClient(self.keeper.cache, None)
             self.transfers = Transfers(client, [copies], 1.0)
             self.transfers.register()
-            assert self.transfers.in_steps is not None
             self.loads = self.transfers.in_steps
         for content, tokens in enumerate(stored):  # that there is something to load
             prompt = Prompt(content, tokens, kept=0, waits=False, stays=False)

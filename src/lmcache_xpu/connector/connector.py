@@ -130,11 +130,11 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the engine's stream wait for a layer of what this step loads."""
-        self.worker_half.before_layer(layer_name)
+        self.worker_half.in_steps.before_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
         """Enqueue more of what this step loads. Stores are behind the step."""
-        self.worker_half.after_layer(layer_name)
+        self.worker_half.in_steps.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Store what this step computed, beside the engine."""

@@ -3,7 +3,7 @@
 begin_ahead   a scheduler in this process has decided on a step
 begin_step    before vLLM may write new blocks: what the step loads is asked for
 load          vLLM has prepared the step: its loads begin
-before_layer, after_layer, for each layer
+in_steps      for each layer, before and after it
 store, take_unfilled    the step is enqueued; in either order
 take_ended, report      what vLLM and the scheduler's half ask for
 """
@@ -22,10 +22,12 @@ from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.connector.request_guard import Unserved
 from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph
 from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.transfer.devices import register_host
+from lmcache_xpu.vllm_hooks.worker_hooks import hide_unreadable_modules
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,7 @@ class WorkerHalf:
     """
 
     transfers: Transfers  # once the KV cache is registered
+    in_steps: StepLoads
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class WorkerHalf:
             LayoutError: a KV cache that can't be read.
             SettingsError: the server lends no memory, or answers no look-up.
         """
+        hide_unreadable_modules()
         staging = self._options.get(STAGING_MIB)
         staging_bytes = None if staging is None else int(staging) * 2**20
         chunk_tokens = self._client.chunk_tokens
@@ -100,6 +104,7 @@ class WorkerHalf:
         timeout_s = float(self._options.get(TIMEOUT, 1.0))
         draft_layers = calculate_draft_layers(self._config)
         self.transfers = Transfers(self._client, copies, timeout_s, draft_layers)
+        self.in_steps = self.transfers.in_steps
         self.transfers.register()
         if not self._client.answers_lookups(START_S):
             raise SettingsError(
@@ -134,8 +139,7 @@ class WorkerHalf:
     def begin_ahead(self, step: Step) -> None:
         """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
         self._ask_for(step)
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.begin_answered(step.tokens, scheduling=True)
+        self.in_steps.begin_answered(step.tokens, scheduling=True)
         self._ahead = step
 
     # A step
@@ -150,36 +154,24 @@ class WorkerHalf:
         self._step = step
         if not is_asked_for:
             self._ask_for(step)
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.begin_answered(step.tokens)
+        self.in_steps.begin_answered(step.tokens)
 
     def load(self, context: ForwardContext, arguments: dict[str, Any]) -> None:
         """Begin this step's loads, those inside it first; arguments as `may_run_as_one_graph`."""
         if (step := self._step) is None:
             return
-        if step.loads and (in_steps := self.transfers.in_steps) is not None:
-            in_steps.begin(whole=may_run_as_one_graph(self._config, context, arguments))
+        if step.loads:
+            self.in_steps.begin(whole=may_run_as_one_graph(self._config, context, arguments))
         if step.waiting:
             event = self.transfers.event()
             for load in step.waiting:
                 self.transfers.load(load, event)
 
-    def before_layer(self, name: str) -> None:
-        """Let the engine's stream wait for a layer of what this step loads."""
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.before_layer(name)
-
-    def after_layer(self, name: str) -> None:
-        """Enqueue more of what this step loads, behind a layer."""
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.after_layer(name)
-
     def store(self) -> None:
         """Store what this step computed, beside the engine."""
         if (step := self._step) is None:
             return
-        if (in_steps := self.transfers.in_steps) is not None:
-            in_steps.end()
+        self.in_steps.end()
         if step.stores and self._client.scope.is_writer:
             event = self.transfers.event()
             for store in step.stores:
@@ -194,12 +186,10 @@ class WorkerHalf:
     def _ask_for(self, step: Step) -> None:
         self.transfers.let_write(step.written)
         self.transfers.fail(step.unserved.waiting)
-        if (in_steps := self.transfers.in_steps) is None:
-            return
-        in_steps.begin_step(step.written)
-        in_steps.fail(step.unserved.blocks)
+        self.in_steps.begin_step(step.written)
+        self.in_steps.fail(step.unserved.blocks)
         for load in step.loads:
-            in_steps.ask(load)
+            self.in_steps.ask(load)
 
     def _refused(self, step: Step) -> Step:
         """Return a step whose loads count as failed, and which stores nothing."""
@@ -222,8 +212,7 @@ class WorkerHalf:
 
         Where vLLM does not ask for failed requests, those of loads that they waited for as well.
         """
-        in_steps = self.transfers.in_steps
-        unfilled = set() if in_steps is None else in_steps.take()
+        unfilled = self.in_steps.take()
         if self._reports_requests:
             return unfilled
         waited = self.transfers.take_unfilled()

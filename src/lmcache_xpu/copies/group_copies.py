@@ -43,10 +43,8 @@ class GroupCopies:
     """Stores and loads chunks of one group.
 
     Args:
-        group: the group.
         kv_caches: the engine's, by the names of layers.
         blocks: of the engine.
-        chunk_tokens: tokens of a chunk.
         staging_bytes: device memory that copies go through; see `Stager`.
         register: pins memory that is not, by address and size.
 
@@ -137,13 +135,8 @@ class GroupCopies:
     ) -> list[LoadPipeline]:
         """Return a load, as `load`, that comes in the order of the layers; enqueues nothing.
 
-        Its parts count layers as `pages_per_layer` says.
-
-        Args:
-            chunks: their blocks.
-            objects: that hold them.
-            starts: of so many layers, with so many bytes each, the first layer of each layer group.
-            flow: counts its failures.
+        Its parts count layers as `pages_per_layer` says. Of so many layers, with so many bytes
+        each, `starts` returns the first layer of each layer group.
         """
         return [LoadPipeline(*part, flow) for part in self._plans(chunks, objects, starts)]
 

@@ -1,9 +1,8 @@
-"""The loads inside a step, which run beside the engine's layers.
+"""A load inside a step, which runs beside the engine's layers.
 
-The engine's stream waits for a layer group where it comes to the group's first layer. Behind a
-layer the next groups are enqueued, at most one of each load, until enough bytes are under way to
-keep the link busy. On CPU a layer is loaded when the engine comes to it. Calls wait for nothing,
-unless host memory is not pinned.
+The engine's stream waits for a layer group where it comes to the group's first layer. On CPU a
+layer is loaded when the engine comes to it. Calls wait for nothing, unless host memory is not
+pinned.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lmcache_xpu.transfer.plan import HostMemory, Plan
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["LoadPipeline", "StepPipelines"]
+__all__ = ["LoadPipeline", "group_starts"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -28,10 +27,7 @@ class LoadPipeline:
     An error is counted and logged, and ends the load, not the engine's step.
 
     Args:
-        stager: of the engine's KV cache.
-        plan: the layer groups.
-        memory: bytes, flat, one tensor per chunk, in the plan's format.
-        flow: counts an error.
+        plan: the layer groups, of the stager's view and `memory`.
 
     Attributes:
         starts: first layer of each group.
@@ -118,133 +114,45 @@ class LoadPipeline:
         if self.failed_behind is not None:
             self.failed_behind.wait()
 
-    def has_waited(self, layers: int | None) -> bool:
-        """Whether the engine's stream waits for the first layers, or for all of them."""
+    def end(self, layers: int | None) -> bool:
+        """Do as `before_all`; whether the engine had come to the first layers, or to all of them.
+
+        It may end a step before its drafter has run, so a drafter's layers are waited for here. Nor
+        would it do harm if that were too late: the model checks what a drafter proposes.
+        """
         groups = len(self.starts) if layers is None else bisect.bisect_left(self.starts, layers)
-        return self._waited >= groups
+        is_in_time = self._waited >= groups
+        self.before_all()
+        return is_in_time and self.failed_behind is None
 
 
-class StepPipelines:
-    """The loads of one worker's steps. Called by the engine's thread.
+def group_starts(
+    layers: int, layer_bytes: int, *, loaded: int, computed: int, early: bool
+) -> list[int]:
+    """Return the first layer of each layer group of a load.
+
+    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives by
+    the time that those before it are computed, also where copying takes as long. Of a load that
+    begins before its step (`early`), the first are larger. With little to compute each group is
+    three quarters of what is left, so that most layers come in few large copies.
 
     Args:
-        model_layers: layers of the model itself; those behind them are a drafter's. None: all.
-
-    Attributes:
-        loads: of this step.
+        layers: of the engine.
+        layer_bytes: of the load, in each.
+        loaded: tokens of the load.
+        computed: tokens that its step computes.
     """
-
-    def __init__(self, model_layers: int | None = None) -> None:
-        self._model_layers = model_layers
-        self.loads: list[LoadPipeline] = []
-        self._tokens = 0  # that this step computes
-        self._is_ahead = False  # of the call of the worker for this step
-        self._is_computing = False  # the engine has come to a layer
-
-    def begin(self, tokens: int, *, scheduling: bool = False) -> None:
-        """Begin a step, or go on with the loads that were added before its worker was called.
-
-        Args:
-            tokens: that the step computes.
-            scheduling: vLLM has just decided on the step, and will call the worker for it.
-        """
-        self._tokens, self._is_ahead, self._is_computing = tokens, scheduling, False
-        self._feed()
-        if not scheduling:
-            for load in self.loads:
-                if not load.done:
-                    load.enqueue(TUNING.first_groups)
-
-    def group_starts(self, tokens: int, layers: int, layer_bytes: int) -> list[int]:
-        """Return the first layer of each layer group of a load that is added next.
-
-        With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives
-        by the time that those before it are computed, also where copying takes as long. Of a load
-        that begins before its step, the first are larger. With little to compute each group is
-        three quarters of what is left, so that most layers come in few large copies.
-
-        Args:
-            tokens: that it loads.
-            layers: of the engine.
-            layer_bytes: bytes of these tokens in one layer.
-        """
-        has_much_to_compute = self._tokens * TUNING.loaded_per_computed >= tokens
-        single, large = TUNING.single_layers, 0
-        if self._is_ahead:
-            single, large = 0, TUNING.early_groups
-        starts = [0]
-        while (start := starts[-1]) < layers:
-            left = layers - start
-            if not has_much_to_compute:
-                size = max(left - left // 4, min(left, TUNING.least_layers))
-            elif len(starts) <= large:
-                size = min(left, max(1, TUNING.direct_launch_bytes // max(layer_bytes, 1)))
-            elif len(starts) <= single:
-                size = 1
-            else:
-                size = min(TUNING.most_layers, max(1, left // 2))
-            starts.append(start + size)
-        return starts[:-1]
-
-    def add(self, load: LoadPipeline) -> None:
-        """Begin a load for this step, behind what its stager was told to follow."""
-        self.loads.append(load)
-        if self._is_ahead:
-            self._feed()
+    single, large = (0, TUNING.early_groups) if early else (TUNING.single_layers, 0)
+    starts = [0]
+    while (start := starts[-1]) < layers:
+        left = layers - start
+        if computed * TUNING.loaded_per_computed < loaded:
+            size = max(left - left // 4, min(left, TUNING.least_layers))
+        elif len(starts) <= large:
+            size = min(left, max(1, TUNING.direct_launch_bytes // max(layer_bytes, 1)))
+        elif len(starts) <= single:
+            size = 1
         else:
-            load.enqueue(TUNING.first_groups)
-
-    def before_all(self) -> None:
-        """Let the engine's stream wait for all layers, where it does not stop at each."""
-        for load in self.loads:
-            load.before_all()
-
-    def before_layer(self, layer: int) -> None:
-        """Let the engine's stream wait for a layer of all loads."""
-        if not self._is_computing:
-            self._is_computing = True
-            for load in self.loads[:1]:
-                load.stager.let_engine_copy()
-        for load in self.loads:
-            load.before_layer(layer)
-
-    def after_layer(self, layer: int) -> None:
-        """Enqueue what comes after a layer that the engine has enqueued.
-
-        No more than keeps the link busy: behind the first layers the device waits for this thread.
-        """
-        self._is_computing = True
-        bytes_ahead = sum(load.bytes_under_way() for load in self.loads)
-        for load in sorted(self.loads, key=lambda load: len(load.done)):
-            if bytes_ahead >= TUNING.ahead_bytes:
-                break
-            bytes_ahead += load.after_layer(layer)
-
-    def end(self) -> list[LoadPipeline]:
-        """Let the engine's stream wait for all of this step's loads, and let go of them.
-
-        The engine may end a step before its drafter has run, so a drafter's layers are waited for
-        here. Nor would it do harm if that were too late: the model checks what a drafter proposes.
-
-        Returns:
-            The loads that failed, or for which the engine did not wait in time.
-        """
-        missed = []
-        loads, self.loads = self.loads, []
-        for load in loads:
-            is_in_time = load.has_waited(self._model_layers)
-            load.before_all()
-            if not is_in_time or load.failed_behind is not None:
-                missed.append(load)
-        return missed
-
-    def _feed(self) -> None:
-        """Before the step, enqueue so much that the link stays busy, layer group by layer group."""
-        bytes_ahead = sum(load.bytes_under_way() for load in self.loads)
-        loads = list(self.loads)
-        while loads and bytes_ahead < TUNING.ahead_bytes:
-            load = min(loads, key=lambda load: len(load.done))
-            nbytes = load.enqueue(len(load.done) + 1, early=True)
-            bytes_ahead += nbytes
-            if not nbytes:
-                loads.remove(load)
+            size = min(TUNING.most_layers, max(1, left // 2))
+        starts.append(start + size)
+    return starts[:-1]

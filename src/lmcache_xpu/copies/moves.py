@@ -33,39 +33,22 @@ __all__ = ["Located", "Moves"]
 
 
 class Located(NamedTuple):
-    """What a load reads, in the server's memory.
-
-    Args:
-        asked: the question.
-        slots: the server's answer.
-        objects: by group, in the order of chunks; flat bytes on the host.
-        seals: that the objects should have, one after another; None where they have none.
-    """
+    """What a load reads, in the server's memory."""
 
     asked: Question
-    slots: ObjectSlots
-    objects: list[list[torch.Tensor]]
-    seals: bytes | None
+    slots: ObjectSlots  # the answer
+    objects: list[list[torch.Tensor]]  # by group, in the order of chunks; flat bytes on the host
+    seals: bytes | None  # that the objects should have, one after another; None without seals
 
     def check(self) -> None:
-        """Compare the seals.
-
-        Raises:
-            GivenUpError: an object is not what it should be.
-        """
+        """Compare the seals; GivenUpError if an object is not what it should be."""
         pool = self.asked.memory.pool
         if self.seals is not None and seals_at(pool, self.slots.ends) != self.seals:
             raise GivenUpError("damaged")
 
 
 class Moves:
-    """Moves chunks of all KV cache groups.
-
-    Args:
-        server: whose memory is read and written.
-        groups: copies of each group.
-        client: of the cache.
-    """
+    """Moves chunks of all KV cache groups between the engine and a server's memory."""
 
     _places: CachePlaces  # once `begin_with_server` has asked
 
@@ -95,12 +78,7 @@ class Moves:
             yield
 
     def store(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
-        """Store chunks that the server does not have; waits until it has them.
-
-        Args:
-            transfer: of the chunks.
-            tokens: of the chunks, with their blocks.
-            event: behind what the engine computed.
+        """Store chunks, behind an event of the engine, and wait until the server has them.
 
         Raises:
             GivenUpError: for a reason of the metrics; others as they come.
@@ -145,7 +123,7 @@ class Moves:
     def load(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
         """Load chunks into the engine's blocks, but those that vLLM keeps; waits for all.
 
-        Arguments and errors as for `store`. After an error the blocks hold anything.
+        Errors as for `store`; the blocks then hold anything.
         """
         asked = self.ask(tokens)
         located = self.locate(asked, self.seals(asked.key))
@@ -190,16 +168,11 @@ class Moves:
         return [seals_of(key, size, copies.layout) for copies in self._groups]
 
     def locate(self, asked: Question, seals: Seals | None, at_most_s: float = math.inf) -> Located:
-        """Wait for the answer to a question, and compare the seals of what it names.
-
-        Args:
-            asked: the question; it has ended after an error.
-            seals: of the question's key.
-            at_most_s: see `Server.answer`.
+        """Wait for an answer, as `Server.answer`, and compare the seals of what it names.
 
         Raises:
             GivenUpError: there is no answer, the server lacks a chunk, or an object is not what it
-                should be.
+                should be. As after any error, the question has ended.
             TransferError: an answer of another form, or other chunks than a hit needs.
         """
         try:
@@ -220,11 +193,7 @@ class Moves:
         return located
 
     def finish(self, located: Located) -> int:
-        """End a load that has copied all, count its tokens, and return how many they are.
-
-        Raises:
-            GivenUpError: as `Located.check`, or it is late.
-        """
+        """End a load that has copied all, and return its tokens; errors as `check`, or `late`."""
         try:
             located.check()
             check_lease(located.asked.begun)

@@ -23,11 +23,7 @@ class Phase(enum.Enum):
 
 
 class Transfer:
-    """A store or a load.
-
-    Args:
-        request: its name.
-        blocks: of the engine, that it reads or writes.
+    """A store or a load of a request, which reads or writes these blocks of the engine.
 
     Attributes:
         result: whether it succeeded; None until it has ended.
@@ -88,9 +84,7 @@ class Transfer:
 class TransferQueue:
     """A thread of this name, which does transfers one after another.
 
-    Args:
-        name: of the thread.
-        failed: is called with the request of a transfer that failed, and why.
+    `failed` is called with the request of a transfer that failed, and why.
     """
 
     def __init__(self, name: str, failed: Callable[[str, Exception], None]) -> None:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
@@ -45,7 +44,7 @@ class Transfers:
         draft_layers: so many layers at the end are a drafter's.
 
     Attributes:
-        in_steps: loads inside steps; None with several groups.
+        in_steps: loads inside steps, which a group alone has.
     """
 
     def __init__(
@@ -67,10 +66,8 @@ class Transfers:
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
-        self.in_steps: StepLoads | None = None
-        if len(groups) == 1:
-            flow = client.load_flow
-            self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
+        flow = client.load_flow
+        self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
 
     def take_speed(self) -> float | None:
         """Return the tokens per second of loads beside steps since the last call, if any ended."""
@@ -78,29 +75,23 @@ class Transfers:
 
     def take_damaged(self) -> set[str]:
         """Requests whose loads met something else than they should, since the last call."""
-        damaged = set()
-        while not self._damaged.empty():
-            damaged.add(self._damaged.get())
-        return damaged
+        return {self._damaged.get() for _ in range(self._damaged.qsize())}
 
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, or waits for its turn."""
-        in_steps = self.in_steps is not None and self.in_steps.outcomes.pending
-        return bool(self._stores.transfers() or self._loads.transfers() or in_steps)
+        threads = self._stores.transfers() or self._loads.transfers()
+        return bool(threads) or self.in_steps.outcomes.pending
 
     def pinned(self, address: int) -> bool | None:
         """Whether the server's memory at this address is pinned; None for other memory."""
         return self._server.pinned(address)
 
     def let_write(self, blocks: Collection[int] | None = None) -> None:
-        """Let the engine's thread enqueue writes to blocks that stores still read.
+        """Let the engine's thread enqueue writes to these blocks, or any, which stores still read.
 
         Waits until their copies are enqueued, and lets the current stream wait for them. Stores
         that can't begin in `GRACE_S` end.
-
-        Args:
-            blocks: that are about to be written; None for any.
         """
         deadline = time.monotonic() + GRACE_S
         for transfer in self._stores.transfers():
@@ -115,9 +106,21 @@ class Transfers:
         before, local = None, self._client.local
         self._registered = True
         if local is None:
-            requests, described = self._client.requests, self._description()
-            registered = requests.register_kv_cache_engine_driven_context(described)
-            before = self._server.map(registered)
+            # LMCache's server registers the first KV cache group, as one layer of one token of
+            # bytes: their order in an object is this package's own. Its module knows all groups.
+            described = RegisterEngineDrivenContextPayload(
+                instance_id=self._client.instance_id,
+                model_name=self._client.scope.model_name,
+                world_size=self._client.scope.world_size,
+                block_size=self.groups[0].group.block_tokens,
+                num_layers=1,
+                hidden_dim_size=self.groups[0].object_bytes,
+                dtype_str="uint8",
+                use_mla=True,  # one plane
+                num_physical_slots=1,
+            )
+            requests = self._client.requests
+            before = self._server.map(requests.register_kv_cache_engine_driven_context(described))
         else:
             self._server.lend(local.memory())
         self._moves.begin_with_server()
@@ -167,24 +170,6 @@ class Transfers:
             copies.forget(memory.pool)
         memory.release()
 
-    def _description(self) -> Any:
-        """Return what LMCache's server registers of this worker: its first KV cache group.
-
-        As one layer of one token of bytes: their order in an object is this package's own. Its
-        module is told of all groups, see `Moves.begin_with_server`.
-        """
-        return RegisterEngineDrivenContextPayload(
-            instance_id=self._client.instance_id,
-            model_name=self._client.scope.model_name,
-            world_size=self._client.scope.world_size,
-            block_size=self.groups[0].group.block_tokens,
-            num_layers=1,
-            hidden_dim_size=self.groups[0].object_bytes,
-            dtype_str="uint8",
-            use_mla=True,  # one plane
-            num_physical_slots=1,
-        )
-
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
         event = Event(self._device)
@@ -192,26 +177,18 @@ class Transfers:
         return event
 
     def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
-        """Store chunks beside the engine.
+        """Store chunks, behind an event of the engine, and beside what follows.
 
-        Args:
-            chunks: with their blocks.
-            event: behind what the engine computed.
-            sources: block IDs that they were computed from; empty where no step loads.
+        `sources` are the block IDs that they were computed from; empty where no step loads.
         """
         transfer = self._transfer(chunks)
-        gates = [self.in_steps.outcomes.gate(sources)] if self.in_steps and sources else []
+        gates = [self.in_steps.outcomes.gate(sources)] if sources else []
         move = functools.partial(self._moves.store, transfer, chunks, event)
         self._stores.add(transfer, *gates, move)
         return transfer
 
     def load(self, chunks: TokenRange, event: Event) -> Transfer:
-        """Load chunks beside the engine; `take_ended` names their request.
-
-        Args:
-            chunks: with their blocks.
-            event: behind what the engine does with these blocks before.
-        """
+        """Load chunks, behind an event of the engine; `take_ended` names their request."""
         transfer = self._transfer(chunks, loading=True)
         loaded("async")
         self._waited.append(transfer)
@@ -247,8 +224,7 @@ class Transfers:
     def close(self) -> None:
         """End the threads, and give the server's memory back; waits for copies on their way."""
         self._server.leave()
-        if self.in_steps is not None:
-            self.in_steps.close()
+        self.in_steps.close()
         self._stores.close()
         self._loads.close()
         self._server.release()

@@ -120,8 +120,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self._looks.shutdown(cancel_futures=True)
         self._end_loads()
 
-    # In threads
-
     def _store(self, task: int, keys: list[ObjectKey], objects: list[MemoryObj], size: int) -> None:
         sent, done, reason = 0, 0, "server" if self._away else ""
         try:

@@ -127,8 +127,6 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         """The chunks of one layer, up to the first miss: a shorter list fails the load."""
         return await asyncio.to_thread(self._load, keys, self._allocate(keys))
 
-    # The rest of LMCache's interface
-
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove a chunk; False if there is none."""
         return self._store.remove(self.name(key))

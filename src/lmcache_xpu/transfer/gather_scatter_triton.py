@@ -136,11 +136,11 @@ class TritonTransfer:
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of the view into `out`; see `TorchTransfer.gather`."""
+        """Do as `TorchTransfer.gather`."""
         self._launch(rows, out, first_layer, gather=True)
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
+        """Do as `TorchTransfer.scatter`."""
         self._launch(rows, source, first_layer, gather=False)
 
     def aligned(self, addresses: torch.Tensor) -> bool:
@@ -157,15 +157,12 @@ class TritonTransfer:
         gather: bool,
         offset: int = 0,
     ) -> None:
-        """Gather into, or scatter from, pinned host memory in one launch, without staging.
+        """Gather into, or scatter from, chunks of one size in pinned host memory, in one launch.
 
         Args:
             rows: of all chunks, one after another.
-            table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
-                `aligned` holds. All chunks are of the same size.
+            table: `[chunks]` int64 on the view's device, aligned addresses of the chunks.
             form: the first chunk as `[1, planes, layers, rows, row]`.
-            first_layer: of the view.
-            gather: from the view to the host; else from the host to the view.
             offset: bytes from each of these addresses to the chunk's first element.
         """
         self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)

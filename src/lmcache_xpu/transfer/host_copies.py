@@ -28,9 +28,7 @@ _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 class HostCopies:
     """Copies between a device and host memory; looks up once how each allocation is pinned.
 
-    Args:
-        device: that copies.
-        register: pins memory, by address and size.
+    `register` pins memory, by address and size.
     """
 
     def __init__(
@@ -49,7 +47,13 @@ class HostCopies:
         Pins a pool that is not, which takes seconds for GiB.
         """
         if memory.pinning is None:
-            memory.pinning = min(map(self._pinning_of, memory), default=Pinning.ALLOCATED)
+            storages = list(map(torch.Tensor.untyped_storage, memory))
+            parts = {
+                (s.data_ptr(), s.nbytes()): part for part, s in zip(memory, storages, strict=True)
+            }
+            for allocation in parts.keys() - self._pinning.keys():
+                self._pinning[allocation] = self._pin(parts[allocation], *allocation)
+            memory.pinning = min(map(self._pinning.__getitem__, parts), default=Pinning.ALLOCATED)
         return memory.pinning >= at_least
 
     def forget(self, memory: torch.Tensor) -> None:
@@ -58,12 +62,10 @@ class HostCopies:
         self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
 
     def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
-        """Enqueue copies from the host; `parts` may be reused when the current stream is done.
+        """Enqueue copies from parts of the host, flat bytes, one after another into `target`.
 
-        Args:
-            target: bytes on the device for all parts, one after another.
-            parts: bytes of the host, flat.
-            pinned: what `pinned` said of them. If not, this waits for the copy before the last.
+        They may be reused when the current stream is done. If they are not `pinned`, this waits for
+        the copy before the last.
         """
         if pinned:
             torch._foreach_copy_(_split(target, parts), list(parts), non_blocking=True)
@@ -77,10 +79,7 @@ class HostCopies:
         self._passing[-1].record()
 
     def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
-        """Enqueue copies to the host, and wait for them where that is not pinned.
-
-        Arguments as for `load`, in the other direction.
-        """
+        """Do as `load` in the other direction; waits for the copies if not `pinned`."""
         if pinned:
             torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
             return
@@ -93,13 +92,6 @@ class HostCopies:
     def _pinned_as(self, memory: torch.Tensor) -> torch.Tensor:
         pin = not is_host(self._device)
         return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
-
-    def _pinning_of(self, part: torch.Tensor) -> Pinning:
-        storage = part.untyped_storage()
-        allocation = address, size = storage.data_ptr(), storage.nbytes()
-        if (pinning := self._pinning.get(allocation)) is None:
-            pinning = self._pinning[allocation] = self._pin(part, address, size)
-        return pinning
 
     def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():
@@ -132,13 +124,13 @@ class Buffer(NamedTuple):
 
 
 class StagingRing:
-    """Device memory of which each piece takes as much as it needs, in turn.
+    """Device memory, allocated here, of which each piece takes as much as it needs.
 
     Args:
         buffer_bytes: of the largest piece.
         count: of pieces of that size that fit at once. At least two, so that one is copied while
             another is gathered or scattered; 0 where nothing is staged.
-        device: of the memory, which is allocated here.
+        device: of the memory.
     """
 
     def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:

@@ -22,32 +22,19 @@ EngineLayer = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tens
 class PagedView:
     """A view of the engine's KV cache; holds no memory of its own.
 
-    Args:
-        tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
-            with the same shape, strides, dtype and device; the last stride is 1.
-        tokens_per_row: 1, or the tokens of a block where blocks are opaque.
-
-    Attributes:
-        layers: number of layers.
-        planes: 2 for keys and values; 1 for MLA's latent and for opaque blocks.
-        shape: numbers of blocks, rows per block, heads and dim.
-        strides: in elements, in the order of `shape`.
-        row_bytes: bytes of one row in one layer and plane.
-        dtype: the engine's; bytes are moved, never converted.
-        device: of the engine's memory.
-
     Raises:
-        LayoutError: no tensors, or tensors that differ.
+        LayoutError: no tensors, or tensors that differ in shape, strides, dtype or device.
     """
 
+    # [layer][plane], each [blocks, rows, heads, dim] on the engine's memory; the last stride is 1
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    tokens_per_row: int = 1
+    tokens_per_row: int = 1  # or the tokens of a block where blocks are opaque
     layers: int = field(init=False)
-    planes: int = field(init=False)
-    shape: torch.Size = field(init=False)
-    strides: tuple[int, ...] = field(init=False)
-    row_bytes: int = field(init=False)
-    dtype: torch.dtype = field(init=False)
+    planes: int = field(init=False)  # 2 for keys and values; 1 for MLA and for opaque blocks
+    shape: torch.Size = field(init=False)  # blocks, rows per block, heads and dim
+    strides: tuple[int, ...] = field(init=False)  # in elements, in the order of `shape`
+    row_bytes: int = field(init=False)  # of one layer and plane
+    dtype: torch.dtype = field(init=False)  # the engine's; bytes are moved, never converted
     device: torch.device = field(init=False)
 
     @classmethod
@@ -137,12 +124,8 @@ def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
     A layer of several tensors, such as a recurrent layer's states, has all of them in one page: the
     first begins with the page, and its blocks are a page apart.
 
-    Args:
-        layer: the first dimension of its tensor counts blocks, or equal parts of blocks.
-        blocks: of the engine.
-
     Raises:
-        LayoutError: another first dimension.
+        LayoutError: the first dimension counts neither blocks nor equal parts of them.
     """
     tensor = layer if isinstance(layer, torch.Tensor) else layer[0]
     parts, rest = divmod(tensor.shape[0], max(blocks, 1))

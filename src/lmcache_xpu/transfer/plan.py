@@ -81,24 +81,14 @@ class HostMemory(list[torch.Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some layers of neighbouring chunks of one size, which one kernel launch can move.
-
-    Args:
-        form: how a chunk lies in host memory.
-        chunks: numbers of the chunks in the request.
-        layers: those of the host memory.
-        rows: of the whole request.
-        row_bytes: bytes of one row in one layer and plane.
-        offsets: bytes from the beginning of each chunk to each of its segments.
-        segment_bytes: bytes of a segment.
-    """
+    """Some layers of neighbouring chunks of one size, which one kernel launch can move."""
 
     form: HostFormat
-    chunks: range
-    layers: range
-    rows: RequestRows
-    row_bytes: int
-    offsets: tuple[int, ...]
+    chunks: range  # their numbers in the request
+    layers: range  # those of the host memory
+    rows: RequestRows  # of the whole request
+    row_bytes: int  # of one layer and plane
+    offsets: tuple[int, ...]  # bytes from the beginning of each chunk to each of its segments
     segment_bytes: int
 
     @property
@@ -113,7 +103,7 @@ class Piece:
             yield replace(self, chunks=self.chunks[first : first + count])
 
     def segments(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the segments as views of `memory`, all chunks of the request, flat bytes each."""
+        """Return the segments as views of the request's chunks, flat bytes each."""
         return [
             memory[number].narrow(0, offset, self.segment_bytes)
             for number in self.chunks
@@ -127,8 +117,7 @@ class Piece:
         """
         rows = self.rows.totals[self.chunks.start]
         size = rows * self.form.layers * self.form.planes * self.row_bytes
-        own = memory if memory.numel() == size else memory.narrow(0, 0, size)
-        whole = self.form.shaped(own, 1, self.form.layers, self.row_bytes)
+        whole = self.form.shaped(memory[:size], 1, self.form.layers, self.row_bytes)
         return whole[:, :, self.layers.start : self.layers.stop]
 
     def staged(self, memory: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Which rows of the paged view the chunks of a request mean: by slots, or by blocks.
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
-maps to nothing. A row of the view is one token, or one block where blocks are opaque. All of it is
-computed on the host, so nothing waits for the device.
+maps to nothing. All of it is computed on the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ from lmcache_xpu.transfer.paged_view import PagedView
 
 
 class Rows(NamedTuple):
-    """Which rows of a chunk, or of several, go to which rows of the paged view."""
+    """Which rows of some chunks go to which rows of the paged view."""
 
     engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
     host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
-    """Return the engine's blocks of slots, which are on the host; unmapped slots have none.
-
-    A block has `block_tokens` tokens.
-    """
-    blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
-    return set(blocks.tolist())
+    """Return the engine's blocks of slots, which are on the host; unmapped slots have none."""
+    return set(torch.unique_consecutive(slots[slots >= 0] // block_tokens).tolist())
 
 
 class RequestRows:
@@ -120,8 +115,6 @@ def request_rows(
                 f"a chunk of tokens {start}:{end} with {count} slots",
                 "0 <= start <= end <= the number of slots",
             )
-        if size == 1:
-            continue
         skip = min(end - start, max(0, cached - start))
         if start % size or (end - start) % size or skip % size:
             raise SlotError(
@@ -130,11 +123,10 @@ def request_rows(
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
     rows = slots if size == 1 else _whole_blocks(slots, size, spans)
-    cached_rows = -(-cached // size)
-    in_rows = [
-        (start // size, min(end // size, max(start // size, cached_rows)), end // size)
-        for start, end in spans
-    ]
+    in_rows = []
+    for start, end in spans:
+        first, last = start // size, end // size
+        in_rows.append((first, min(last, max(first, -(-cached // size))), last))
     return RequestRows(view, rows, in_rows)
 
 

@@ -37,15 +37,13 @@ if TYPE_CHECKING:  # not everywhere there is Triton
 
 
 class Stager:
-    """Stores and loads chunks of one paged view.
+    """Stores and loads chunks of one paged view, which is not in use yet when this is made.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
     Calls for several layer groups of the same chunks should pass the same `HostMemory`.
 
     Args:
-        view: the engine's KV cache, not in use yet.
-        staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
-            the view is on the host.
+        staging_bytes: device memory for staging, see `StagingRing.allocate`; none on the host.
         in_place: memory on the view's device is not staged. Off for tests.
         register: pins memory that is not, by address and size.
 
@@ -96,17 +94,11 @@ class Stager:
         self._kernels.after_engine()
 
     def let_engine_copy(self) -> None:
-        """Order copies that follow after what the engine has enqueued so far.
-
-        Its own few bytes for a step may else wait for all of a load.
-        """
+        """Order copies that follow behind the engine's own few bytes, which would else wait."""
         self._link.after_engine()
 
     def needs_no_copies(self, pieces: Sequence[Piece], memory: HostMemory) -> bool:
-        """Whether a load of these pieces on an idle device is for kernels only.
-
-        May enqueue the upload of the memory's addresses; once, as `load` does.
-        """
+        """Whether a load of these pieces on an idle device is for kernels only, but an upload."""
         if not self.buffer_bytes:
             return True
         small = all(piece.segment_bytes < TUNING.direct_bytes_idle for piece in pieces)
@@ -119,14 +111,10 @@ class Stager:
     def store(
         self, pieces: Sequence[Piece], memory: HostMemory, first_layer: int = 0
     ) -> StoreHandle:
-        """Enqueue a store from the view into host memory.
+        """Enqueue a store of a plan's pieces from the view into host memory.
 
-        Args:
-            pieces: a plan of these chunks.
-            memory: bytes, flat, one tensor per chunk, in the plan's format.
-            first_layer: the view's layer that is the first one in `memory`.
-
-        Waits for the copies if host memory is not pinned, and for nothing else.
+        The view's `first_layer` is the first one in `memory`. Waits for the copies if host memory
+        is not pinned, and for nothing else.
         """
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
@@ -150,10 +138,8 @@ class Stager:
     ) -> Event:
         """Enqueue a load from host memory into the view; arguments and waits as for `store`.
 
-        With `idle` the device has nothing else to do meanwhile.
-
-        Returns:
-            The view is complete, and host memory may be reused.
+        With `idle` the device has nothing else to do meanwhile. At the event that is returned the
+        view is complete, and host memory may be reused.
         """
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False

@@ -99,8 +99,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """Begin to read objects into memory of their layouts."""
         return self._begin_load(Task(self._loaded, len(keys)), keys, objects)
 
-    # The rest of LMCache's interface
-
     def register_listener(self, listener: L2AdapterListener) -> None:
         """Report the objects on the disk, and later each change."""
         super().register_listener(listener)
@@ -145,8 +143,6 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._writes.close()
         self._end_loads()
         self._store.close()
-
-    # In threads
 
     def _begin_store(self, task: int, keys: list[ObjectKey], objects: list[MemoryObj]) -> None:
         names = [object_name(key) for key in keys]
