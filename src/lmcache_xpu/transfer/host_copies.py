@@ -49,7 +49,8 @@ class HostCopies:
         if memory.pinning is None:
             storages = list(map(torch.Tensor.untyped_storage, memory))
             parts = {
-                (s.data_ptr(), s.nbytes()): part for part, s in zip(memory, storages, strict=True)
+                (storage.data_ptr(), storage.nbytes()): part
+                for part, storage in zip(memory, storages, strict=True)
             }
             for allocation in parts.keys() - self._pinning.keys():
                 self._pinning[allocation] = self._pin(parts[allocation], *allocation)
