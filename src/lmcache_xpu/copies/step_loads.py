@@ -60,17 +60,12 @@ class _Load:
 
 
 class StepLoads:
-    """The loads of one worker's steps. Called by the engine's thread.
+    """The loads of the steps of a worker with one KV cache group. Called by the engine's thread.
 
     Args:
-        moves: of the worker.
-        copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
         flow: counts failures.
         failed: is called with a request whose load failed, and why.
-
-    Attributes:
-        outcomes: of all loads.
     """
 
     def __init__(
