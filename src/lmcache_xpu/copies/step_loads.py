@@ -208,7 +208,8 @@ class StepLoads:
             with self._moves.enqueueing():
                 if not self._is_computing:
                     self._is_computing = True
-                    self._parts[0].stager.let_engine_copy()
+                    for part in self._parts[:1]:
+                        part.stager.let_engine_copy()
                 for part in self._parts:
                     part.before_layer(page)
 
