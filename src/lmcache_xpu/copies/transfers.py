@@ -38,8 +38,6 @@ class Transfers:
     """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
     Args:
-        client: of the server.
-        groups: copies of each KV cache group.
         timeout_s: that the server has for an answer.
         draft_layers: so many layers at the end are a drafter's.
 
