@@ -23,10 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lmcache_xpu.cache.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, disk_option, shared_option
+from lmcache_xpu.tiers.server_options import (
+    EVICTION_POLICY,
+    EVICTION_WATERMARK,
+    PASSWORD_VARIABLE,
+    disk_option,
+    shared_option,
+)
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
 NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine

@@ -45,7 +45,6 @@ _FAMILIES = {
         (_HEADS, _SIZE, _KINDS, "linear_key_head_dim", "linear_num_value_heads"),
     ),
 }
-_INDEX = "model.safetensors.index.json"
 
 
 def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
@@ -173,36 +172,10 @@ def read_model(model: str) -> Any:
     return SimpleNamespace(**text) if missing == [] else _complete(path, values, missing)
 
 
-def weights_bytes(model: str) -> int | None:
-    """Return the bytes of a model's weights; None where only its configuration is at hand."""
-    path = Path(model).expanduser()
-    if path.is_file():
-        return None
-    if path.is_dir():
-        index = path / _INDEX
-        if index.is_file() and (total := _values(index).get("metadata", {}).get("total_size")):
-            return int(total)
-        files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    else:
-        from huggingface_hub import HfApi
-
-        try:
-            siblings = HfApi().model_info(model, files_metadata=True).siblings or ()
-        except (OSError, ValueError):
-            return None
-        files = {file.rfilename: file.size or 0 for file in siblings}
-    # Some hold the same a second time, as consolidated.*.safetensors.
-    return sum(size for name, size in files.items() if _is_weights(name)) or None
-
-
 def _widths_differ(config: PretrainedConfig) -> bool:
     """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
     layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
     return any("head_dim" in layer for layer in layers.values())
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
 
 
 def _from_hub(model: str) -> Path:
