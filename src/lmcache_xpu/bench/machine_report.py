@@ -20,8 +20,8 @@ from rich.console import Console
 
 from lmcache_xpu import __version__
 from lmcache_xpu.bench.redaction import Redactor
-from lmcache_xpu.bench.shapes import shape_named
-from lmcache_xpu.launch.serve import METRICS_VARIABLE, built_for
+from lmcache_xpu.bench.shapes import default_name, shape_named
+from lmcache_xpu.launch.serve import METRICS_VARIABLE
 
 COMMAND = "from lmcache_xpu.cli import app; app()"
 MACHINE = """from lmcache_xpu.bench.runner import machine
@@ -56,7 +56,7 @@ def parts(figures: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
         quick: fewer requests, each once, and the standard mode alone.
         timeout_s: seconds that an engine may take to start, and for each answer.
     """
-    shape = shape_named("small" if built_for() == "cpu" else "1b")
+    shape = shape_named(default_name())
     bench = ["bench", "engine", "--shape", shape.name, "--json", str(figures)]
     bench += ["--timeout-s", f"{timeout_s:.0f}", "--variant", "none", "--variant", "ours"]
     if quick:

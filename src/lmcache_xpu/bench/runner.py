@@ -211,16 +211,6 @@ def device_masks(device: str, count: int) -> list[dict[str, str]]:
     return [{variable: ",".join(names[first : first + count])} for first in firsts] or [{}]
 
 
-def device_memory_bytes() -> int:
-    """Return the size of the first device's memory; 0 without an accelerator."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return 0
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return int(module.get_device_properties(0).total_memory)
-
-
 def machine() -> dict[str, str]:
     """Return the facts that figures go with: device, CPU, versions, date."""
     import torch

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lmcache_xpu.bench.jobs import Conversations, Decoding, Prompts
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
+from lmcache_xpu.launch.serve import built_for
 
 T = TypeVar("T")
 Request = Prompts | Decoding | Conversations
@@ -148,15 +149,11 @@ SHAPES = (
         ),
     ),
 )
-# What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.
-LARGE_GIB = 32
 
 
-def default_name(device: str, memory_bytes: int) -> str:
-    """Return the name of the largest shape that a device holds."""
-    if device == "cpu":
-        return "small"
-    return "8b" if memory_bytes >= LARGE_GIB * 2**30 else "1b"
+def default_name() -> str:
+    """Return the name of a shape that any device holds that vLLM here is built for."""
+    return "small" if built_for() == "cpu" else "1b"
 
 
 def shape_named(name: str) -> Shape:

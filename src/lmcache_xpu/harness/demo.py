@@ -28,9 +28,8 @@ from rich.table import Table
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
-from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
-from lmcache_xpu.launch.preflight import check_port
+from lmcache_xpu.launch.preflight import check_directory, check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
@@ -212,7 +211,7 @@ def _settings(work: Path, port: int) -> Settings:
 
 def _check(work: Path, settings: Settings) -> None:
     """Refuse what would fail minutes later, and empty the disk tier of an earlier demo."""
-    make_directory(work, "--work")
+    check_directory(work, "--work")
     check_port(settings.host, settings.port)
     for lock in (work / "disk").rglob("lock"):
         DirectoryLock(lock.parent, 0).release()  # another demo may use it
