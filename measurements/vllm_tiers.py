@@ -174,7 +174,7 @@ def start(directory: Directory, count: int = 1_000_000) -> None:
     paths = [(f"{identity}:{key(number).hex()}", number) for number in range(count)]
     begun = time.time()
     for name, number in paths:
-        write_chunk(place / store._files.file(name).name, name, "", payload, number + 1)
+        write_chunk(place / store.file(name).name, name, "", payload, number + 1)
     filled = time.time() - begun
     behind.close()
     starts = []

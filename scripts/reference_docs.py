@@ -14,8 +14,6 @@ import settings_page
 from environment import ROOT
 from markdown_table import rows
 
-from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM
-
 REFERENCE = ROOT / "docs/reference"
 
 # Exit codes
@@ -58,34 +56,11 @@ make itself reports any failure as 2.
 """
 
 
-# LMCache's options
-
-
-def refused_table(refused: dict[str, str]) -> str:
-    """Return refused options as a table; those with the same reason share a row."""
-    body = [
-        (", ".join(f"`{name}`" for name in refused if refused[name] == reason), reason)
-        for reason in dict.fromkeys(refused.values())
-    ]
-    return rows(("refused", ""), body)
-
-
-def options(text: str) -> str:
-    """docs/reference/lmcache-options.md: its tables of refused options."""
-    for name, refused in {"options": OPTIONS, "extra": EXTRA, "vllm": VLLM}.items():
-        begin, end = f"<!-- {name}: made by `make docs` -->\n", f"<!-- end of {name} -->"
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{begin}{refused_table(refused)}\n{end}{tail}"
-    return text
-
-
 PAGES: dict[str, Callable[[str], str]] = {
     "settings.md": settings_page.page,
     "metrics.md": metrics_page.page,
     "commands.md": commands_page.page,
     "exit-codes.md": exit_codes_page,
-    "lmcache-options.md": options,
 }
 
 

@@ -74,13 +74,9 @@ OWN = {  # of classes of this package, and of events that it makes
     "connector/scheduler_half.py: tracked.in_step",
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.parts",
-    "copies/step_loads.py: load.plan",
-    "copies/step_loads.py: load.seals",
-    "tiers/disk/chunk_index.py: entry.hidden",
     "tiers/disk/chunk_index.py: entry.used_ns",
-    "tiers/disk/chunk_store.py: entry.failed_reads",
     "tiers/task_results.py: self._timer.daemon",
-    "transfer/host_copies.py: step.pending",
+    "transfer/host_copies.py: memory.pinning",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,9 @@ from lmcache_xpu.connector.load_policy import (
     Hit,
     LoadPolicy,
 )
-from lmcache_xpu.transfer.tuning import Tuning, tuning_of
+from lmcache_xpu.transfer.tuning import Tuning
 
-TUNING = dataclasses.replace(tuning_of("cuda"), loaded_per_computed=32, load_us=2000)
+TUNING = Tuning(loaded_per_computed=32, load_us=2000)
 
 
 class Clock:
@@ -238,7 +237,7 @@ def request(name: str = "a", tokens: int = 100_000) -> SimpleNamespace:
 
 
 def made(loads: str = "auto") -> LoadPolicy:
-    return chosen(loads, tuning_of("cpu"))
+    return chosen(loads, Tuning())
 
 
 def test_where_loads_may_not_be_inside_steps_all_requests_wait():

@@ -10,14 +10,14 @@ import torch
 from support.caches import bits
 from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
-from support.loads import LAYERS, Case, Point, expected, settle
+from support.loads import LAYERS, Case, Point, Step, expected, settle
 from support.tuned import tuned
 
-from lmcache_xpu.copies.load_pipelines import StepPipelines
+from lmcache_xpu.copies.load_pipelines import group_starts
 from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +79,10 @@ def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int
         case.load()
     first.step.before_layer(0)
     for behind in range(2):
-        before = sum(load.enqueued for load in first.step.loads)
+        before = sum(len(load.done) for load in first.step.loads)
         with tuned(ahead_bytes=room):
             first.step.after_layer(behind)
-        enqueued = [load.enqueued for load in first.step.loads]
+        enqueued = [len(load.done) for load in first.step.loads]
         assert sum(enqueued) - before == groups
         assert max(enqueued) - min(enqueued) <= 1
     for layer in range(1, LAYERS):
@@ -97,16 +97,16 @@ def test_what_is_under_way_leaves_less_room():
     case.load()
     (load,) = case.step.loads
     size = load._groups[0].nbytes
-    first = load._done[0] = Point()
+    first = load.done[0] = Point()
     assert load.bytes_under_way() == size
     case.step.before_layer(0)
     with tuned(ahead_bytes=size):
         case.step.after_layer(0)
-    assert load.enqueued == 1
+    assert len(load.done) == 1
     first.reach()
     assert load.bytes_under_way() == 0
     case.step.after_layer(0)
-    assert load.enqueued == 2
+    assert len(load.done) == 2
     assert case.step.end() != []
 
 
@@ -181,9 +181,9 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case.step.after_layer(0)
     (load,) = case.step.loads
     assert load.failed_behind is fence
-    assert load.enqueued == 1  # the fence is no layer group
+    assert len(load.done) == 1  # the fence is no layer group
     case.step.before_layer(1)
-    assert load.enqueued == 1
+    assert len(load.done) == 1
     assert case.step.end() == [load]
     assert fence.waited
     assert not load.is_done
@@ -197,7 +197,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
 def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: int, missed: bool):
     """It asks before the drafter, here of one layer, has run. The model's it must have come to."""
     case = Case()
-    case.step = StepPipelines(LAYERS - 1)
+    case.step = Step(draft_layers=1)
     case.load()
     for layer in range(visited):
         case.step.before_layer(layer)
@@ -207,7 +207,7 @@ def test_a_drafter_s_layers_are_waited_for_when_vllm_asks_what_failed(visited: i
 
 def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
     case = Case()
-    case.step = StepPipelines(LAYERS - 1)
+    case.step = Step(draft_layers=1)
     case.load()
     for layer in range(LAYERS - 1):
         case.step.before_layer(layer)
@@ -220,13 +220,11 @@ def test_a_drafter_s_layer_that_can_t_be_loaded_is_reported():
 
 
 def sizes_of_groups(
-    layers: int, *, much: bool = True, scheduling: bool = False, large: int = 1
+    layers: int, *, much: bool = True, early: bool = False, large: int = 1
 ) -> list[int]:
     """The layers of each group beside much or little computing; `large` fit in one launch."""
-    step, tuning = StepPipelines(), tuning_of("cuda")
-    step.begin(1000 if much else 1, scheduling=scheduling)
-    layer_bytes = tuning.direct_launch_bytes // large
-    starts = step.group_starts(1000, layers, layer_bytes, tuning)
+    computed, layer_bytes = 1000 if much else 1, TUNING.direct_launch_bytes // large
+    starts = group_starts(layers, layer_bytes, loaded=1000, computed=computed, early=early)
     return [b - a for a, b in itertools.pairwise([*starts, layers])]
 
 
@@ -259,12 +257,11 @@ def test_layer_groups_grow_beside_much_computing_and_shrink_beside_little(layers
     ],
 )
 def test_a_load_that_begins_before_its_step_starts_with_two_large_groups(large: int, sizes):
-    assert sizes_of_groups(32, scheduling=True, large=large) == sizes
-    assert sizes_of_groups(32, much=False, scheduling=True, large=large) == [24, 8]
+    assert sizes_of_groups(32, early=True, large=large) == sizes
+    assert sizes_of_groups(32, much=False, early=True, large=large) == [24, 8]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(4096, 1), (1024, 1), (512, 24), (1, 24)])
 def test_what_a_step_computes_decides_the_layer_groups(tokens, first):
-    step = StepPipelines()
-    step.begin(tokens)
-    assert step.group_starts(32768, 32, 2**27, tuning_of("cuda"))[1] == first
+    starts = group_starts(32, 2**27, loaded=32768, computed=tokens, early=False)
+    assert starts[1] == first

@@ -45,25 +45,25 @@ def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
 
 def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
     """Of all loads of the step: the server answers one after another."""
-    done = []
-    plan, answer = stored.copies.beside_layers, stored.transfers._server.answer
+    done, moves = [], stored.transfers._moves
+    seals, answer = moves.seals, stored.transfers._server.answer
 
-    def planned(*arguments):
-        done.append("planned")
-        return plan(*arguments)
+    def sealed(*arguments):
+        done.append("sealed")
+        return seals(*arguments)
 
     def answered(*arguments, **how):
         done.append("answered")
         return answer(*arguments, **how)
 
-    monkeypatch.setattr(stored.copies, "beside_layers", planned)
+    monkeypatch.setattr(moves, "seals", sealed)
     monkeypatch.setattr(stored.transfers._server, "answer", answered)
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", LOADED), ("second", OTHERS)):
         stored.ask(blocks, request_id=name)
     stored.begin(whole=True)
     stored.loads.end()
-    assert done == ["planned", "planned", "answered", "answered"]
+    assert done == ["sealed", "sealed", "answered", "answered"]
     for layer, before in zip(stored.caches.values(), stored.before, strict=True):
         assert torch.equal(layer[LOADED], before[STORED])
         assert torch.equal(layer[OTHERS], before[STORED])

@@ -11,7 +11,7 @@ from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 
 @pytest.fixture
 def queue():
-    queue = TransferQueue("test")
+    queue = TransferQueue("test", lambda *_: None)
     yield queue
     queue.close()
 
@@ -26,8 +26,8 @@ def soon():
 
 def test_transfers_are_done_one_after_another_and_tell_how_they_ended(queue):
     first, second, order = transfer(), transfer(), []
-    queue.add(first, lambda: (time.sleep(0.05), order.append(1)) == ())
-    queue.add(second, lambda: order.append(2) is None)
+    queue.add(first, lambda: time.sleep(0.05), lambda: order.append(1), lambda: 1 / 0)
+    queue.add(second, lambda: order.append(2))
     assert succeeds(second)
     assert not succeeds(first)
     assert order == [1, 2]
@@ -36,12 +36,12 @@ def test_transfers_are_done_one_after_another_and_tell_how_they_ended(queue):
 
 def test_one_that_has_not_begun_ends_when_its_blocks_are_needed(queue):
     waits, stored, began = threading.Event(), transfer(), []
-    queue.add(stored, lambda: waits.wait(5) and bool(began.append(stored.begin_copying())))
+    queue.add(stored, lambda: waits.wait(5), lambda: began.append(stored.begin_copying()))
     stored.leave_blocks(soon())
     assert stored.is_cancelled
     assert stored.result is None  # nothing of it is on its way when this is done
     waits.set()
-    assert not succeeds(stored)
+    assert succeeds(stored)
     assert began == [False]
 
 
@@ -58,7 +58,6 @@ def test_one_that_copies_is_waited_for_until_its_copies_are_enqueued(queue):
         goes_on.wait(5)
         seen.append("copied")
         stored.enqueued([Event()])
-        return True
 
     queue.add(stored, copy)
     begun.wait(5)
@@ -81,7 +80,12 @@ def test_an_error_leaves_nobody_waiting(queue):
 
 
 def test_closing_ends_what_has_not_begun():
-    queue, waits, first, second = TransferQueue("test"), threading.Event(), transfer(), transfer()
+    queue, waits, first, second = (
+        TransferQueue("test", print),
+        threading.Event(),
+        transfer(),
+        transfer(),
+    )
     queue.add(first, lambda: waits.wait(5))
     queue.add(second, lambda: True)
     threading.Timer(0.05, waits.set).start()

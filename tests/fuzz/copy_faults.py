@@ -13,7 +13,6 @@ from support.kernels import TritonTransfer
 from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.gpu_connector.base import PagedMemConnector
 from lmcache_xpu.transfer import plan, slots
-from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
@@ -75,9 +74,9 @@ def _(registered: Any) -> Any:
     return lambda self, kvcaches=None: self._stager or registered(self, kvcaches)
 
 
-@fault("addresses of another layer's chunks are used", "copies", HostKernels, "_table")
+@fault("addresses of another layer's chunks are used", "copies", Stager, "_table")
 def _(table: Any) -> Any:
-    def wrong(self: HostKernels, piece: plan.Piece, memory: Any) -> Any:
+    def wrong(self: Stager, piece: plan.Piece, memory: Any) -> Any:
         first = vars(piece.rows).setdefault("tables", {})
         if piece.chunks not in first:  # the memory is kept, too
             first[piece.chunks] = memory, table(self, piece, memory)
@@ -131,9 +130,9 @@ def _(load: Any) -> Any:
     return lambda self, pieces, memory, first=0, **options: load(self, pieces, memory, 0, **options)
 
 
-@fault("what is stored through the ring stays in it", "copies", HostCopies, "flush")
-def _(_: Any) -> Any:
-    return lambda self: None
+@fault("what is stored through other pinned memory stays in it", "copies", HostCopies, "store")
+def _(store: Any) -> Any:
+    return lambda self, *args, pinned: store(self, *args, pinned=pinned) if pinned else None
 
 
 @fault("the kernel takes every row of a chunk", "copies", TritonTransfer, "_launch")

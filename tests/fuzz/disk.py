@@ -1,4 +1,4 @@
-"""The disk tier's store against a model: restarts, kills, damage, evictions, pins, threads.
+"""The disk tier's store against a model: restarts, kills, damage, evictions, threads.
 
 One thread at a time, the model says exactly what is there: a store that lost a chunk without a
 cause is as wrong as one that serves another's bytes. Of what several threads did at once it knows
@@ -165,27 +165,12 @@ class Disk(RuleBasedStateMachine):
 
     @rule(key=KEYS, kind=st.integers(0, 9))
     def other(self, key: str, kind: int) -> None:
-        if kind < 3:
-            self.pin(key)
-        elif kind < 5:
-            self.unpin(key)
-        elif kind < 8:
+        if kind < 6:
             self.remove(key)
         elif kind < 9:
             self.clear()
         else:
             self.second()
-
-    def pin(self, key: str) -> None:
-        if self.store.pin(key) != (key in self.chunks):
-            raise MismatchError(f"{key}: a pin is for what is stored")
-        if key in self.chunks:
-            self.chunks.pins[key] += 1
-
-    def unpin(self, key: str) -> None:
-        if self.store.unpin(key) != bool(self.chunks.pins[key]):
-            raise MismatchError(f"{key}: {self.chunks.pins[key]} pins, says the model")
-        self.chunks.pins[key] -= bool(self.chunks.pins[key])
 
     def remove(self, key: str) -> None:
         if self.store.remove(key) != (key in self.chunks):
@@ -194,9 +179,9 @@ class Disk(RuleBasedStateMachine):
         self.check()
 
     def clear(self) -> None:
-        gone = [key for key in self.chunks if not self.chunks.pins[key]]
+        gone = sorted(self.chunks)[::2]
         if not self.store.remove_all(gone.__contains__):
-            raise MismatchError("files are left of what is not pinned")
+            raise MismatchError("files are left")
         for key in gone:
             del self.chunks[key]
         self.check()
@@ -206,7 +191,7 @@ class Disk(RuleBasedStateMachine):
         """With a smaller or larger limit; or after a kill in the middle of a write."""
         if killed:
             (self.path / "77.lmxkv.tmp").write_bytes(os.urandom(5000))
-            self.store._files.release()  # as the kernel does it
+            self.store._held.release()  # as the kernel does it
         else:
             self.store.close()
         self.chunks.limit = limit or self.chunks.limit
@@ -248,12 +233,11 @@ class Disk(RuleBasedStateMachine):
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, range(threads)))
         there = {key for key in payloads if key in self.store}
-        kept = {key for key in self.chunks if self.chunks.pins[key]}
         sizes = [size_on_disk(len(payload)) for payload in payloads.values()]
         # Two threads may write the same chunk: it then takes room twice for a moment.
         room = sum(sizes) + threads * max(sizes) <= self.chunks.limit
-        if not (kept if not room else set(before)) <= there:
-            raise MismatchError("threads lost a chunk that had room, or was pinned")
+        if room and not set(before) <= there:
+            raise MismatchError("threads lost a chunk that had room")
         self.now = next(self.clock)
         for key in list(self.chunks):
             if key not in there:

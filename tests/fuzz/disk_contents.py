@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 HEADER = 4096
@@ -26,12 +25,11 @@ class Chunk:
 
 
 class Contents(dict[str, Chunk]):
-    """Chunks by their keys, of `limit` bytes at most; `pins` outlive a damaged file."""
+    """Chunks by their keys, of `limit` bytes at most."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self.pins: Counter[str] = Counter()
 
     @property
     def used(self) -> int:
@@ -45,14 +43,12 @@ class Contents(dict[str, Chunk]):
         """What a store that opens makes of the files: it reads headers and lengths."""
         for key in [key for key, chunk in self.items() if chunk.fate in ("gone", "header")]:
             del self[key]
-        self.pins.clear()
         self.evict(0)
 
     def evict(self, need: int) -> bool:
-        """The least recently used of what is not pinned, until there is room."""
-        if sum(chunk.size for key, chunk in self.items() if self.pins[key]) + need > self.limit:
-            return self.used + need <= self.limit
+        """The least recently used, until there is room."""
+        if need > self.limit:
+            return False
         while self.used + need > self.limit:
-            free = [(chunk.used, key) for key, chunk in self.items() if not self.pins[key]]
-            del self[min(free)[1]]
+            del self[min(self, key=lambda key: (self[key].used, key))]
         return True

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fault import Faults
 
-from lmcache_xpu.tiers.disk import chunk_directory, chunk_file, chunk_store
-from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
+from lmcache_xpu.tiers.disk import chunk_file, chunk_store
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
@@ -53,7 +51,7 @@ def _(put: Any) -> Any:
     return wrong
 
 
-@fault("a scan takes files that were cut", "disk", chunk_directory, "scan_chunk")
+@fault("a scan takes files that were cut", "disk", chunk_store, "scan_chunk")
 def _(_: Any) -> Any:
     def wrong(path: Any) -> Any:
         header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
@@ -62,7 +60,7 @@ def _(_: Any) -> Any:
     return wrong
 
 
-@fault("a restart forgets when chunks were used", "disk", chunk_directory, "scan_chunk")
+@fault("a restart forgets when chunks were used", "disk", chunk_store, "scan_chunk")
 def _(scan: Any) -> Any:
     def wrong(path: Any) -> Any:
         result = scan(path)
@@ -71,23 +69,11 @@ def _(scan: Any) -> Any:
     return wrong
 
 
-@fault("what was used last goes first", "disk", ChunkIndex, "evict")
+@fault("what was used last goes first", "disk", ChunkIndex, "oldest")
 def _(_: Any) -> Any:
-    def wrong(self: ChunkIndex, need: int, used_ns: int) -> Iterator[str]:
-        while not self.fits(need):
-            free = [key for key in self._entries if not self.pinned(key)]
-            yield max(free, key=lambda key: self._entries[key].used_ns)
-
-    return wrong
-
-
-@fault("pins do not protect", "disk", ChunkIndex, "evict")
-def _(_: Any) -> Any:
-    def wrong(self: ChunkIndex, need: int, used_ns: int) -> Iterator[str]:
-        for key in sorted(self._entries, key=lambda key: self._entries[key].used_ns):
-            if self.fits(need):
-                return
-            yield key
+    def wrong(self: ChunkIndex) -> tuple[int, str] | None:
+        last = max(self._entries, key=lambda key: self._entries[key].used_ns, default=None)
+        return None if last is None else (0, last)
 
     return wrong
 
@@ -97,19 +83,19 @@ def _(_: Any) -> Any:
     return lambda self, need: True
 
 
-@fault("a chunk that is removed leaves its file", "disk", ChunkDirectory, "remove")
+@fault("a chunk that is removed leaves its file", "disk", ChunkStore, "_remove")
 def _(_: Any) -> Any:
     return lambda self, key: self._index.remove(key) is None
 
 
-@fault("a file is named before it is complete", "disk", chunk_directory, "_TEMPORARY")
+@fault("a file is named before it is complete", "disk", chunk_store, "_TEMPORARY")
 def _(_: Any) -> Any:
     return ".lmxkv.part"
 
 
-@fault("two stores may have one directory", "disk", DirectoryLock, "_try")
+@fault("two stores may have one directory", "disk", DirectoryLock, "_wait")
 def _(_: Any) -> Any:
-    return lambda self: True
+    return lambda self, seconds: None
 
 
 @fault("a chunk of another model is served after a restart", "tier", DiskTier, "name")

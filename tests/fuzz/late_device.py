@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from turns import LateFuture, Turns
 
 from lmcache_xpu.copies import moves, pending_failures, step_loads, transfer_queue, transfers
-from lmcache_xpu.transfer import direct, host_copies, slots, staging
+from lmcache_xpu.transfer import host_copies, slots, staging
 
 ENGINE, KERNELS, COPIES = "engine", "kernels", "copies"
 
@@ -80,7 +80,7 @@ class LateDevice(TorchFunctionMode):
                 (host_copies, "Event", self.event),
                 (staging, "SideStream", self.side_stream),
                 (slots, "upload", self._upload),
-                (direct, "upload", self._upload),
+                (staging, "upload", self._upload),
                 (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
                 (step_loads, "ThreadPoolExecutor", lambda *args: self.finisher),
                 (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
@@ -278,8 +278,8 @@ class _Late:
     def scatter(self, *args: Any) -> None:
         self._device.enqueue(lambda: self._transfer.scatter(*args))
 
-    def warm_up(self) -> None:
-        self._transfer.warm_up()
+    def warm_up(self) -> bool:
+        return self._transfer.warm_up()
 
 
 class _LateDirect(_Late):
@@ -290,12 +290,6 @@ class _LateDirect(_Late):
 
     def move_chunks(self, *args: Any, **options: Any) -> None:
         self._device.enqueue(lambda: self._transfer.move_chunks(*args, **options))
-
-    def first_row(self) -> torch.Tensor:
-        return self._transfer.first_row()
-
-    def move_first_row(self, *args: Any, **options: Any) -> None:
-        self._transfer.move_first_row(*args, **options)
 
 
 def _late(device: LateDevice, transfer: Any) -> _Late:

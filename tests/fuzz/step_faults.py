@@ -10,7 +10,7 @@ from fault import Faults
 
 from lmcache_xpu.cache.local_cache import LocalCache
 from lmcache_xpu.copies.group_copies import GroupCopies
-from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
+from lmcache_xpu.copies.load_pipelines import LoadPipeline
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.pending_failures import Outcomes
 from lmcache_xpu.copies.step_loads import StepLoads
@@ -54,10 +54,9 @@ def _(take: Any) -> Any:
 @fault("the engine does not wait for a layer", "steps", LoadPipeline, "before_layer")
 def _(_: Any) -> Any:
     def wrong(self: LoadPipeline, layer: int) -> None:
-        groups = sum(start <= layer for start in self._starts)
-        if self.failed_behind is None and groups > self._waited:
-            self._enqueue(groups)
-            self._waited = groups
+        groups = sum(start <= layer for start in self.starts)
+        self.enqueue(groups)
+        self._waited = max(self._waited, groups)
 
     return wrong
 
@@ -101,9 +100,9 @@ def _(store: Any) -> Any:
     return wrong
 
 
-@fault("a load that failed is not reported", "steps", StepPipelines, "end")
+@fault("a load that failed is not reported", "steps", LoadPipeline, "end")
 def _(end: Any) -> Any:
-    return lambda self: end(self)[:0]
+    return lambda self, layers: end(self, layers) or True
 
 
 @fault("what came of a failed load is stored", "steps", Outcomes, "gate")

@@ -10,6 +10,7 @@ import pytest
 from support.offloading import CHUNK_BYTES, ROWS, Host, files, key, ours, served, spec
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.disk import chunk_store
 
 KEYS = [key(number) for number in range(16)]
 GIB = 2**30
@@ -222,7 +223,7 @@ def test_a_full_disk_drops_chunks(open_host, monkeypatch: pytest.MonkeyPatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host.tier._store, "_write", full)
+    monkeypatch.setattr(chunk_store, "write_chunk", full)
     context = host.request("stores", KEYS)
     assert not host.store(KEYS, context).success
     assert host.found(KEYS[0], context) == "MISS"

@@ -34,4 +34,4 @@ def reopened(store, limit=NO_LIMIT):
 
 def file_of(store, key):
     """Where a chunk is, or would be."""
-    return store.directory / store._files.file(key).name
+    return store.directory / store.file(key).name

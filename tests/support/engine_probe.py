@@ -11,6 +11,7 @@ import errno
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from support.probes import end_with
@@ -53,8 +54,7 @@ def settle(engine: Engine) -> None:
 
 def write_all(worker) -> None:
     for adapter in adapters():
-        for name in list(adapter._writes.pending):
-            adapter._writes.wait(name)
+        wait(list(adapter._writes.pending.values()))
 
 
 def local() -> Any:

@@ -39,7 +39,6 @@ from support.kernels import INTERPRET
 from support.tuned import tuned
 
 from lmcache_xpu.transfer import gather_scatter_triton
-from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE
 
 HERE = pytest.param(None, id="here")
 INTEL = (
@@ -90,7 +89,9 @@ def pools(machine: Machine) -> AbstractContextManager[object]:
 
 def _imitate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> GPU:
     monkeypatch.setattr(caches, "DEVICE", "xpu")
-    monkeypatch.setenv(KERNELS_READ_HOST_VARIABLE, "1" if machine.kernels else "0")
+    monkeypatch.setenv(
+        gather_scatter_triton.KERNELS_READ_HOST_VARIABLE, "1" if machine.kernels else "0"
+    )
     for variable, value in INTERPRET.items():
         monkeypatch.setenv(variable, value)
     gpu = GPU(machine)

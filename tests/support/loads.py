@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.copies.load_pipelines import LoadPipeline, StepPipelines
+from lmcache_xpu.copies.load_pipelines import LoadPipeline, group_starts
+from lmcache_xpu.copies.step_loads import StepLoads, _Load
 from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.transfer.slots import request_rows
 
@@ -44,6 +48,46 @@ class Point:
         self.waited += 1
 
 
+class Step(StepLoads):
+    """A step of an engine whose layers are named by their numbers, and loads without a server."""
+
+    def __init__(self, draft_layers: int = 0) -> None:
+        group = SimpleNamespace(layers=[str(layer) for layer in range(LAYERS)])
+        copies: Any = SimpleNamespace(group=group, pages_per_layer=1)
+        moves: Any = SimpleNamespace(enqueueing=nullcontext)
+        super().__init__(moves, copies, draft_layers, LOAD_CPU, print)
+        self._thread.shutdown()
+        self._thread = SimpleNamespace(submit=lambda act, *args: act(*args))
+        self._tokens = 1000
+
+    @property
+    def loads(self) -> list[LoadPipeline]:
+        return self._parts
+
+    def add(self, load: LoadPipeline) -> None:
+        unused: Any = None
+        self._begin(_Load("request", [], unused, unused, None, unused, [load]))
+
+    def before_layer(self, layer: int) -> None:
+        super().before_layer(str(layer))
+
+    def after_layer(self, layer: int) -> None:
+        super().after_layer(str(layer))
+
+    def before_all(self) -> None:
+        self.begin(whole=True)
+
+    def end(self) -> list[LoadPipeline]:
+        """The loads that failed, or for which the engine did not wait."""
+        self._missed: list[LoadPipeline] = []
+        super().end()
+        return self._missed
+
+    def _decide(self, load: _Load, is_missed: bool) -> None:
+        if is_missed:
+            self._missed += load.parts
+
+
 class Case:
     """A cache, the loads of a step, and chunks that hold what another cache has."""
 
@@ -56,11 +100,9 @@ class Case:
         self.call = {"starts": STARTS, "ends": ENDS, "slot_mapping": self.slots}
         connector.batched_from_gpu(self.objs, kvcaches=self.source.engine, **self.call)
         self.connector = make(self.target, **options)
-        self.step = StepPipelines()
+        self.step = Step()
 
     def load(self) -> None:
-        if not self.step.loads:
-            self.step.begin(1000)
         self.step.add(self.pipeline())
 
     def pipeline(self) -> LoadPipeline:
@@ -68,7 +110,7 @@ class Case:
         connector, tokens = self.connector, len(self.slots)
         stager = connector.registered(self.target.engine)
         layer_bytes = connector.get_shape(tokens).numel() // LAYERS * stager.view.dtype.itemsize
-        starts = self.step.group_starts(tokens, LAYERS, layer_bytes, stager.tuning)
+        starts = group_starts(LAYERS, layer_bytes, loaded=tokens, computed=1000, early=False)
         stager.follow_engine()
         rows = request_rows(stager.view, self.slots, list(zip(*SPANS, strict=True)))
         plan = stager.plan(connector.host_format, rows, starts)

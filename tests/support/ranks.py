@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,7 @@ def tiers(worker) -> dict[str, Any]:
 
     engine = get_kv_transfer_group()._lmcache_engine.lmcache_engine
     backends = engine.storage_manager.storage_backends
-    for name in list(backends["disk"]._writes.pending):
-        backends["disk"]._writes.wait(name)
+    wait(list(backends["disk"]._writes.pending.values()))
     return backends
 
 

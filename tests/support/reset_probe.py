@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 from support.scripts import threads_of_ranks
@@ -58,8 +59,7 @@ def stored(worker):
     from support.server_workers import half
 
     half().drain()
-    for name in list(disk_adapter()._writes.pending):
-        disk_adapter()._writes.wait(name)
+    wait(list(disk_adapter()._writes.pending.values()))
     return [local().memory_use()[0], len(list(disk_adapter()._store.directory.glob("*.lmxkv")))]
 
 

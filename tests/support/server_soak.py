@@ -190,12 +190,13 @@ def load_wrong(worker) -> None:
     """Let every load leave zeros in the blocks that it fills."""
     [copies] = half().transfers.groups
 
-    def wrong(load: Callable[..., Any], objects: Any) -> Any:
-        return load([torch.zeros_like(each) for each in objects])
+    for name in ("load", "beside_layers"):
+        move = getattr(copies, name)
+        setattr(copies, name, functools.partial(_of_zeros, move))
 
-    load, beside_layers = copies.load, copies.beside_layers
-    copies.load = lambda chunks, objects: wrong(functools.partial(load, chunks), objects)
-    copies.beside_layers = lambda *what: functools.partial(wrong, beside_layers(*what))
+
+def _of_zeros(move: Callable[..., Any], chunks: Any, objects: Any, *rest: Any) -> Any:
+    return move(chunks, [torch.zeros_like(each) for each in objects], *rest)
 
 
 def soak(engine: Engine, server: CacheServer, wanted: argparse.Namespace) -> dict[str, Any]:

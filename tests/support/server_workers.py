@@ -104,18 +104,13 @@ def spoil(worker) -> None:
         memory.copy_(before)
         raise GivenUpError("late")
 
-    def overwritten(*arguments: Any) -> Any:
+    def overwritten(chunks: Any, objects: Any, *rest: Any) -> Any:
         del copies.beside_layers
-        plan = load(*arguments)
-
-        def begin(objects: Any) -> Any:
-            Located.check = give_up
-            for obj in objects:
-                numbers = obj[:-64].view(torch.float32)  # with a seal at the end
-                numbers.copy_(torch.linspace(-2, 2, len(numbers)))
-            return plan(objects)
-
-        return begin
+        Located.check = give_up
+        for obj in objects:
+            numbers = obj[:-64].view(torch.float32)  # with a seal at the end
+            numbers.copy_(torch.linspace(-2, 2, len(numbers)))
+        return load(chunks, objects, *rest)
 
     copies.beside_layers = overwritten
 

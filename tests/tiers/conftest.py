@@ -9,6 +9,7 @@ from support.chunk_files import NO_LIMIT
 from support.servers import PASSWORD, Server
 from support.storage import Engine
 
+from lmcache_xpu.tiers import pause
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
@@ -30,8 +31,9 @@ def engines(tmp_path):
 
 
 @pytest.fixture
-def log():
+def log(monkeypatch):
     """The tier's log lines."""
+    monkeypatch.setattr(pause, "_quiet_until", {})
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -27,10 +27,10 @@ def test_a_pause_is_said_once_and_ends(monkeypatch, caplog):
 def test_a_complaint_is_logged_once_a_minute(monkeypatch, log):
     now = [100.0]
     monkeypatch.setattr(pause.time, "monotonic", lambda: now[0])
-    full = pause.Complaint("no room for %d bytes")
+    full = "no room for %d bytes"
     for size in (1, 2):
-        full.log(size)
+        pause.complain(full, size)
     assert log == ["disk tier: no room for 1 bytes"]
     now[0] += 60
-    full.log(3)
+    pause.complain(full, 3)
     assert log[1:] == ["disk tier: no room for 3 bytes"]

@@ -103,25 +103,6 @@ def test_damage_costs_no_memory(engine, server):
     assert whole(small, 1)
 
 
-def test_what_another_engine_has_stored_again_is_not_deleted(engine, server, monkeypatch):
-    first = engine()
-    first.store([1])
-    [name] = server.client.keys()
-    value = server.client.get(name)
-    unpack = shared_values.unpack_chunk
-
-    def unpack_and_heal(*args):
-        try:
-            return unpack(*args)
-        finally:
-            server.client.set(name, value)
-
-    monkeypatch.setattr(shared_values, "unpack_chunk", unpack_and_heal)
-    server.client.set(name, flipped(-1)(value, name))
-    assert not whole(first, 1)
-    assert server.client.get(name) == value
-
-
 def test_a_value_of_a_version_before_has_another_name(engine, server):
     """Neither version finds the other's, so a rolling update damages nothing."""
     first = engine()

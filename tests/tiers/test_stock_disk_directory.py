@@ -32,7 +32,7 @@ def test_a_directory_in_use_is_refused_with_the_reason(engines, tmp_path, monkey
     monkeypatch.setattr(
         chunk_store.ChunkStore.__init__,
         "__kwdefaults__",
-        {"pin_seconds": 300.0, "lock_seconds": 0.0},
+        {"lock_seconds": 0.0},
     )
     engine = engines()
     engine.store([0])

@@ -99,12 +99,3 @@ def test_a_chunk_without_one_of_its_layers_is_stored_anew(engines):
     assert not engine.tier.contains(first)  # what store_layer asks
     store_layers(engine, [0])
     assert load_layers(engine, [0]) == [1, 1]
-
-
-def test_a_lookup_of_some_layers_pins_none(engines):
-    engine = engines()
-    store_layers(engine, [0])
-    layers = make_key(0).split_layers(LAYERS)
-    engine.tier.remove(layers[1])
-    assert engine.manager.batched_contains(layers, pin=True) == (0, {})
-    assert engine.tier._store._index._pins == {}

@@ -11,19 +11,15 @@ from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 
 from lmcache_xpu.transfer.devices import (
+    Pinning,
     address_table,
     has_triton,
     is_host,
+    kernels_need,
     register_host,
     unregister_host,
     upload,
 )
-from lmcache_xpu.transfer.direct import (
-    KERNELS_READ_HOST_VARIABLE,
-    kernels_may_read_host,
-    kernels_need,
-)
-from lmcache_xpu.transfer.host_copies import Pinning
 
 CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:0", "xpu:0"))
 ADDRESSES = [0, 16, 2**47 - 1, 2**63 - 1, 2**63, 0xFFFF_D556_B640_0000, 2**64 - 1]
@@ -135,12 +131,6 @@ def test_giving_memory_back_ends_no_engine(monkeypatch, caplog):
         unregister_host(4096, CPU)
     [line] = caplog.messages
     assert "can't give back pinned memory: RuntimeError: not registered: 4096" in line
-
-
-def test_kernels_address_the_host_unless_a_variable_says_not_to():
-    assert kernels_may_read_host({})
-    assert kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "1"})
-    assert not kernels_may_read_host({KERNELS_READ_HOST_VARIABLE: "0"})
 
 
 def test_registered_memory_is_for_copies_alone_on_xpu():

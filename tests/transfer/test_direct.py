@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from support.plans import plan
+from support.plans import ROW, plan
 from support.tuned import tuned
 
-from lmcache_xpu.transfer import direct
-from lmcache_xpu.transfer.direct import HostKernels
+from lmcache_xpu.transfer import staging
+from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
+from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostMemory, LayerGroup
+from lmcache_xpu.transfer.staging import Stager
 
 
 class Transfer:
@@ -22,16 +24,29 @@ class Transfer:
         self.moved: list[tuple[list[int], list[int], int]] = []
         self._aligned = aligned
 
+    def warm_up(self) -> bool:
+        return True
+
     def aligned(self, addresses: torch.Tensor) -> bool:
         return self._aligned
 
     def move_chunks(self, rows: Any, table: Any, form: Any, layer: int, **options: Any) -> None:
         self.moved.append((rows.engine.tolist(), table.tolist(), layer))
 
+    def scatter(self, *args: Any) -> None:
+        """Staged."""
 
-def kernels(transfer: Transfer, *, pinned: bool = True) -> HostKernels:
-    host: Any = SimpleNamespace(pinned=lambda memory, at_least: pinned)
-    return HostKernels(transfer, torch.device("cpu"), host)
+
+@pytest.fixture
+def stager_of(monkeypatch):
+    def make(transfer: Transfer, *, pinned: bool = True) -> Stager:
+        monkeypatch.setattr(staging, "transfer_of", lambda view: transfer)
+        view = PagedView(tensors=((torch.zeros(7, 1, 1, ROW, dtype=torch.uint8),),) * 14)
+        stager = Stager(view, SMALLEST_STAGING_BYTES, in_place=False)
+        monkeypatch.setattr(stager._host, "pinned", lambda memory, at_least=None: pinned)
+        return stager
+
+    return make
 
 
 def chunks(count: int = 3) -> HostMemory:
@@ -42,42 +57,43 @@ def groups() -> list[LayerGroup]:
     return plan([2, 2, 2], 4, 0, starts=(0, 1, 3)).groups
 
 
-def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory(monkeypatch):
+def test_addresses_are_uploaded_once_for_all_layers_and_anew_for_other_memory(
+    monkeypatch, stager_of
+):
     uploads: list[torch.Tensor] = []
 
     def upload(addresses: torch.Tensor, device: torch.device) -> torch.Tensor:
         uploads.append(addresses)
         return addresses
 
-    monkeypatch.setattr(direct, "upload", upload)
-    mover = kernels(transfer := Transfer())
+    monkeypatch.setattr(staging, "upload", upload)
+    mover = stager_of(transfer := Transfer())
     for memory in (chunks(), chunks()):
         for group in groups():
-            assert mover.suits(group.pieces, memory)
-            for piece in group.pieces:
-                assert mover.move(piece, memory, 10, gather=False)
+            assert mover.needs_no_copies(group.pieces, memory)
+            mover.load(group.pieces, memory, 10)
         addresses = [chunk.data_ptr() for chunk in memory]
         assert uploads[-1].tolist() == addresses
         assert transfer.moved[-3:] == [(list(range(6)), addresses, layer) for layer in (10, 11, 13)]
-        part = groups()[0].pieces[0].part(1, 2)
-        assert mover.move(part, memory, 0, gather=True)
+        part = dataclasses.replace(groups()[0].pieces[0], chunks=range(1, 2))
+        mover.store([part], memory)
         assert transfer.moved[-1] == ([2, 3], addresses[1:2], 0)
     assert [len(table) for table in uploads] == [3, 1, 3, 1]
 
 
 @pytest.mark.parametrize(("pinned", "aligned"), [(False, True), (True, False)])
-def test_what_kernels_do_not_reach_is_left_to_staging(pinned: bool, aligned: bool):
+def test_what_kernels_do_not_reach_is_left_to_staging(pinned: bool, aligned: bool, stager_of):
     transfer = Transfer(aligned)
-    mover, (group, *_) = kernels(transfer, pinned=pinned), groups()
-    assert not mover.suits(group.pieces, chunks())
-    assert not mover.move(group.pieces[0], chunks(), 0, gather=False)
+    mover, (group, *_) = stager_of(transfer, pinned=pinned), groups()
+    assert not mover.needs_no_copies(group.pieces, chunks())
+    mover.load(group.pieces, chunks())
     assert transfer.moved == []
 
 
 @pytest.mark.parametrize(
     ("numbers", "moved", "suits"),
     [
-        ({}, True, True),
+        ({"direct_bytes": 9}, True, True),
         ({"direct_bytes": 8}, False, True),
         ({"direct_bytes_idle": 8}, True, True),  # small enough for one launch
         ({"direct_bytes_idle": 8, "direct_launch_bytes": 47}, True, False),
@@ -85,11 +101,13 @@ def test_what_kernels_do_not_reach_is_left_to_staging(pinned: bool, aligned: boo
         ({"direct_bytes_idle": 9, "direct_launch_bytes": 47}, True, True),
     ],
 )
-def test_large_segments_are_left_to_the_copy_engine(numbers, moved, suits):
+def test_large_segments_are_left_to_the_copy_engine(numbers, moved, suits, stager_of):
     """Here of 8 bytes, six of them in a group."""
     (group, *_), memory = groups(), chunks()
-    mover = kernels(Transfer())
+    mover = stager_of(transfer := Transfer())
     with tuned(**numbers):
-        assert mover.suits(group.pieces, memory) is suits
-        assert mover.move(group.pieces[0], memory, 0, gather=False) is moved
-        assert mover.move(group.pieces[0], memory, 0, gather=False, idle=True)
+        assert mover.needs_no_copies(group.pieces, memory) is suits
+        mover.load(group.pieces, memory)
+        assert bool(transfer.moved) is moved
+        mover.load(group.pieces, memory, idle=True)
+        assert len(transfer.moved) == moved + (moved or suits)

@@ -11,11 +11,10 @@ import torch
 from support.caches import KINDS, SCALED, Spec, bits, build, view_of
 from support.intel import INTEL, MACHINES
 from support.intel import machine as machine  # a fixture
-from support.kernels import TritonTransfer, interpreter  # noqa: F401  # a fixture
+from support.kernels import TritonTransfer, gather_scatter_triton, interpreter  # noqa: F401  # a fixture
 from triton.runtime.jit import mangle_type
 
 from lmcache_xpu.transfer import staging
-from lmcache_xpu.transfer.direct import KERNELS_READ_HOST_VARIABLE, reaches_host
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.layout import Geometry
 from lmcache_xpu.transfer.paged_view import PagedView
@@ -31,9 +30,7 @@ def test_warming_up_leaves_the_cache_as_it_is(
     cache = build(Spec(kind, torch.uint8 if kind in SCALED else torch.bfloat16))
     before = cache.raw.clone()
     mover = transfer.of(view_of(cache))
-    mover.warm_up()
-    if transfer is TritonTransfer:
-        assert reaches_host(mover)
+    assert mover.warm_up() is (transfer is TritonTransfer)
     assert torch.equal(bits(cache.raw), bits(before))
 
 
@@ -41,7 +38,7 @@ def test_warming_up_leaves_the_cache_as_it_is(
 def test_warming_up_tries_the_host_where_kernels_may_reach_it(machine):
     cache = build(Spec("LBNHC"))
     before = cache.raw.clone()
-    assert reaches_host(TritonTransfer.of(view_of(cache))) is (machine is None or machine.kernels)
+    assert TritonTransfer.of(view_of(cache)).warm_up() is (machine is None or machine.kernels)
     assert torch.equal(bits(cache.raw), bits(before))
 
 
@@ -73,16 +70,15 @@ def test_host_memory_that_kernels_do_not_reach_is_staged(fault: str, monkeypatch
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
     mover = TritonTransfer.of(view_of(cache))
     with caplog.at_level(logging.WARNING):
-        mover.warm_up()
-        assert not reaches_host(mover)
+        assert not mover.warm_up()
     assert f"don't reach pinned host memory: {FAULTS[fault]}" in caplog.text
     assert torch.equal(bits(cache.raw), bits(before))
     monkeypatch.setattr(staging, "transfer_of", lambda view: mover)
-    assert staging.Stager(view_of(cache), in_place=False)._direct is None
+    assert staging.Stager(view_of(cache), in_place=False).reaches_host is False
 
 
 def test_the_switch_leaves_the_try_out(monkeypatch):
-    monkeypatch.setenv(KERNELS_READ_HOST_VARIABLE, "0")
+    monkeypatch.setenv(gather_scatter_triton.KERNELS_READ_HOST_VARIABLE, "0")
     launch = TritonTransfer._launch
 
     def launched(self, *args, gather: bool, table=None) -> None:
@@ -92,8 +88,7 @@ def test_the_switch_leaves_the_try_out(monkeypatch):
     monkeypatch.setattr(TritonTransfer, "_launch", launched)
     cache = build(Spec("LBNHC"))  # a transfer holds its addresses, and nothing else of it
     mover = TritonTransfer.of(view_of(cache))
-    mover.warm_up()
-    assert not reaches_host(mover)
+    assert not mover.warm_up()
 
 
 class Recorder:
@@ -135,15 +130,14 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
     mover = module.TritonTransfer.of(view)
     recorder = Recorder(module._paged_copy)
     monkeypatch.setattr(module, "_paged_copy", recorder)
-    mover.warm_up()
-    assert reaches_host(mover)
+    assert mover.warm_up()
     warmed = set(recorder.seen)
     assert len(warmed) >= 8  # in and out, with rows left out or not, staged or not
     for cached in (0, 5):
         made = request_rows(view, torch.arange(64), [(0, 32), (32, 64)], cached)
         for layers in (1, 2, 5):
-            (piece,) = Plan(HostFormat(layers, 2, order), made, view.row_size * 2, 0)
-            whole = torch.zeros(2 * 2 * layers * 32 * view.row_size * 2, dtype=torch.uint8)
+            (piece,) = Plan(HostFormat(layers, 2, order), made, view.row_bytes, 0)
+            whole = torch.zeros(2 * 2 * layers * 32 * view.row_bytes, dtype=torch.uint8)
             form = piece.staged(whole)
             for first in range(5 - layers + 1):
                 mover.scatter(made.chunks(0, 2), form, first)
@@ -175,7 +169,7 @@ def test_addresses_come_to_the_kernel_as_pointers_or_in_tables(machine, monkeypa
 
     monkeypatch.setattr(module, "_paged_copy", Seen())
     cache = build(Spec("LBNHC", tokens=64))
-    assert reaches_host(TritonTransfer.of(view_of(cache)))
+    assert TritonTransfer.of(view_of(cache)).warm_up()
     assert {kind for pointer, kind in types if pointer} == {"*i64"}
     assert {kind for pointer, kind in types if not pointer} <= {"i32", "constexpr"}
     planes = {plane.data_ptr() for layer in view_of(cache).tensors for plane in layer}

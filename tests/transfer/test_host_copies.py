@@ -7,7 +7,7 @@ import torch
 
 from lmcache_xpu.transfer.host_copies import Buffer, HostCopies, StagingRing
 from lmcache_xpu.transfer.plan import HostMemory
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
 CPU = torch.device("cpu")
 SIZE = 256  # of a piece that is as large as memory is aligned
@@ -15,8 +15,8 @@ SIZE = 256  # of a piece that is as large as memory is aligned
 
 def test_memory_that_comes_to_the_place_of_forgotten_memory_is_looked_at_anew():
     device, answers = torch.device("cpu"), [True, False]
-    copies = HostCopies(device, 64, lambda *_: answers.pop(0))
-    pool = torch.empty(tuning_of("cpu").pool_bytes, dtype=torch.uint8)
+    copies = HostCopies(device, lambda *_: answers.pop(0))
+    pool = torch.empty(TUNING.pool_bytes, dtype=torch.uint8)
     assert copies.pinned(HostMemory([pool[:64]]))
     assert copies.pinned(HostMemory([pool[64:]]))  # remembered
     copies.forget(pool)

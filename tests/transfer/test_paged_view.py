@@ -22,7 +22,7 @@ def test_the_view_is_the_engine_s_own_memory(kind: str):
     cache = build(Spec(kind, torch.uint8))
     view = view_of(cache)
     assert (view.layers, view.planes) == (3, 1 if kind in LATENT else 2)
-    assert view.row_size == cache.geometry.hidden
+    assert view.row_bytes == cache.geometry.hidden
     assert (view.shape[:2], view.tokens_per_row) == ((6, 4), 1)
     for plane in range(view.planes):
         for layer in range(view.layers):

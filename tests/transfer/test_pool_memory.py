@@ -169,7 +169,7 @@ def test_a_pool_beyond_the_limit_is_ordinary_memory_that_is_registered(ops, card
         registered.append(what)
         return True
 
-    memory = HostCopies(XPU, 64, register)
+    memory = HostCopies(XPU, register)
     assert memory.pinned(HostMemory([pool.buffer]))
     assert memory.pinned(HostMemory([pool.buffer[MIB : 2 * MIB]]))  # a chunk of it
     assert registered == [(address, 96 * MIB, XPU)]

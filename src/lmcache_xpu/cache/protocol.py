@@ -27,15 +27,12 @@ from lmcache_xpu.metrics import Flow
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from lmcache_xpu.cache.server import LentMemory
-
 __all__ = [
     "Answer",
     "Cache",
     "CacheLookUps",
     "CachePlaces",
     "KeyScope",
-    "Question",
     "ReadPolicy",
     "Skipped",
     "TokenRange",
@@ -289,23 +286,3 @@ class CachePlaces(Protocol):
 
     def leave(self) -> None:
         """The worker ends; waits for nothing."""
-
-
-class Question(NamedTuple):
-    """A cache is asked where chunks are that it has promised.
-
-    Args:
-        number: of the question.
-        key: of the chunks.
-        memory: that the cache lent when it was asked.
-        begun: when it was asked.
-        answer: that comes.
-        places: who was asked.
-    """
-
-    number: int
-    key: Any
-    memory: LentMemory
-    begun: float
-    answer: Answer[ObjectSlots | None]
-    places: CachePlaces

@@ -10,17 +10,18 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.hit_places import ObjectSlots
+from lmcache_xpu.cache.protocol import Answer, CachePlaces
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
 
-__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Server"]
+__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Question", "Server"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -148,6 +149,26 @@ class LentMemory:
             unregister_host(self.pool.data_ptr(), self._device)
 
 
+class Question(NamedTuple):
+    """A cache is asked where chunks are that it has promised.
+
+    Args:
+        number: of the question.
+        key: of the chunks.
+        memory: that the cache lent when it was asked.
+        begun: when it was asked.
+        answer: that comes.
+        places: who was asked.
+    """
+
+    number: int
+    key: Any
+    memory: LentMemory
+    begun: float
+    answer: Answer[ObjectSlots | None]
+    places: CachePlaces
+
+
 class Server:
     """Whichever cache answers a worker, and its memory.
 
@@ -269,11 +290,6 @@ def check_lease(begun: float) -> None:
     """Raise GivenUpError where the lease of memory may be over that was lent at this time."""
     if time.monotonic() - begun > LEASE_S:
         raise GivenUpError("late")
-
-
-def union(blocks: Collection[Collection[int]]) -> frozenset[int]:
-    """Return the blocks of all groups; vLLM numbers them together."""
-    return frozenset(block for ids in blocks for block in ids)
 
 
 def _path(name: str) -> Path:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.platforms import current_platform
 from vllm.v1.request import Request, RequestStatus
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
@@ -26,7 +25,7 @@ from lmcache_xpu.connector.request_guard import Promises, guarded
 from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 from lmcache_xpu.vllm_hooks.worker_hooks import worker_connector
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class SchedulerHalf:
     ) -> None:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
-        self.policy = LoadPolicy(tuning_of(current_platform.device_type))
+        self.policy = LoadPolicy(TUNING)
         self.promises = Promises(sizes.block_tokens[0] if len(groups) == 1 else None)
         self._config = config
         self._client = client

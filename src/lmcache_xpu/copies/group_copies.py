@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +22,11 @@ from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
-from lmcache_xpu.transfer.plan import HostFormat, HostMemory
+from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Plan
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import Tuning
 
-__all__ = ["BesideLayers", "GroupCopies"]
-
-BesideLayers = Callable[[Sequence[torch.Tensor]], list[LoadPipeline]]
+__all__ = ["GroupCopies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +38,21 @@ class _Part:
     start: int
     nbytes: int
 
-    def memory(self, objects: Sequence[torch.Tensor]) -> HostMemory:
-        return HostMemory([obj[self.start : self.start + self.nbytes] for obj in objects])
-
 
 class GroupCopies:
     """Stores and loads chunks of one group.
 
     Args:
-        group: the group.
         kv_caches: the engine's, by the names of layers.
         blocks: of the engine.
-        chunk_tokens: tokens of a chunk.
         staging_bytes: device memory that copies go through; see `Stager`.
         register: pins memory that is not, by address and size.
+
+    Attributes:
+        device: of the engine's KV cache.
+        window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
+        pages_per_layer: layers of a part for each of the engine's; None where these are in several
+            parts.
 
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
@@ -80,6 +77,7 @@ class GroupCopies:
                 f"Set chunk_tokens to {size}, also of a server at server_url.",
             )
         self.group = group
+        self.window_chunks = group.window_chunks(chunk_tokens)
         self._chunk_blocks = chunk_tokens // group.block_tokens
         self._chunk_tokens = chunk_tokens
         pages = [page for name in group.layers for page in pages_of(kv_caches[name], blocks)]
@@ -96,29 +94,22 @@ class GroupCopies:
             self.parts.append(_Part(stager, form, start, nbytes))
             start += nbytes
         self.object_bytes = start + SEAL_BYTES
+        self.device = self.parts[0].stager.device
+        are_alike = len(self.parts) == 1
+        self.pages_per_layer = len(pages) // len(group.layers) if are_alike else None
         words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
         self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
 
-    @property
-    def device(self) -> torch.device:
-        """Of the engine's KV cache."""
-        return self.parts[0].stager.view.device
+    def chunks(self, tokens: TokenRange, *, loading: bool = False) -> list[list[int]]:
+        """Return the group's blocks of a range, chunk by chunk.
 
-    @property
-    def window_chunks(self) -> int:
-        """Chunks at the end of a hit that the group needs; 0 for all of them."""
-        return self.group.window_chunks(self._chunk_tokens)
-
-    def blocks(self, tokens: TokenRange, *, loading: bool = False) -> list[int]:
-        """Return the group's blocks of a range; of a load, null blocks for what vLLM keeps."""
+        Of a load, null blocks for what vLLM keeps.
+        """
         blocks = list(tokens.blocks[self.group.number])
         kept = tokens.kept // self.group.block_tokens if loading else 0
-        return [NULL_BLOCK] * kept + blocks[kept:]
-
-    def chunks(self, blocks: Sequence[int]) -> list[list[int]]:
-        """Return blocks chunk by chunk."""
+        blocks[:kept] = [NULL_BLOCK] * kept
         size = self._chunk_blocks
-        return [list(blocks[first : first + size]) for first in range(0, len(blocks), size)]
+        return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
     def lacked(self, chunks: Sequence[list[int]]) -> list[int]:
         """Return the numbers of chunks whose blocks do not hold what a hit needs."""
@@ -129,76 +120,48 @@ class GroupCopies:
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]
     ) -> list[StoreHandle]:
         """Enqueue a store of chunks, by their blocks, into objects of the server's memory."""
-        rows = self._rows(chunks)
-        return [
-            part.stager.store(part.stager.plan(part.form, rows), part.memory(objects))
-            for part in self.parts
-        ]
+        return [stager.store(plan, memory) for stager, plan, memory in self._plans(chunks, objects)]
 
     def load(self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]) -> list[Event]:
         """Enqueue a load of chunks from objects into their blocks, but null blocks."""
-        rows = self._rows(chunks)
-        return [
-            part.stager.load(part.stager.plan(part.form, rows), part.memory(objects))
-            for part in self.parts
-        ]
+        return [stager.load(plan, memory) for stager, plan, memory in self._plans(chunks, objects)]
 
     def beside_layers(
         self,
         chunks: Sequence[list[int]],
-        starts: Callable[[int, int, Tuning], list[int]],
+        objects: Sequence[torch.Tensor],
+        starts: Callable[[int, int], list[int]],
         flow: Flow,
-    ) -> BesideLayers:
-        """Plan a load of chunks, as `load`, that comes in the order of the layers.
+    ) -> list[LoadPipeline]:
+        """Return a load, as `load`, that comes in the order of the layers; enqueues nothing.
 
-        Args:
-            chunks: their blocks.
-            starts: of so many layers, with so many bytes each, the first layer of each layer group.
-            flow: counts its failures.
-
-        Returns:
-            What makes the load, of the objects that hold the chunks; enqueues nothing. Its parts
-            count layers as `pages_per_layer` says.
+        Its parts count layers as `pages_per_layer` says. Of so many layers, with so many bytes
+        each, `starts` returns the first layer of each layer group.
         """
-        plans, rows = [], self._rows(chunks)
-        for part in self.parts:
-            layers, stager = part.form.layers, part.stager
-            first = starts(layers, len(chunks) * part.nbytes // layers, stager.tuning)
-            plans.append(stager.plan(part.form, rows, first))
-
-        def load(objects: Sequence[torch.Tensor]) -> list[LoadPipeline]:
-            return [
-                LoadPipeline(part.stager, plan, part.memory(objects), flow)
-                for part, plan in zip(self.parts, plans, strict=True)
-            ]
-
-        return load
-
-    @property
-    def pages_per_layer(self) -> int | None:
-        """Layers of a part for each of the engine's; None where these are in several parts."""
-        return self.parts[0].form.layers // len(self.group.layers) if len(self.parts) == 1 else None
-
-    @contextmanager
-    def behind_engine(self) -> Iterator[None]:
-        """Order copies behind what the current stream holds; wait for them after an error."""
-        with ExitStack() as stack:
-            for part in self.parts:
-                part.stager.follow_engine()
-                stack.enter_context(part.stager.whole())
-            yield
+        return [LoadPipeline(*part, flow) for part in self._plans(chunks, objects, starts)]
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory of the server that is about to go."""
         for part in self.parts:
             part.stager.forget(pool)
 
-    def _rows(self, chunks: Sequence[list[int]]) -> RequestRows:
-        """Return the rows of chunks: a row is a block, and null blocks are left out."""
+    def _plans(
+        self,
+        chunks: Sequence[list[int]],
+        objects: Sequence[torch.Tensor],
+        starts: Callable[[int, int], list[int]] = lambda layers, layer_bytes: [0],
+    ) -> Iterator[tuple[Stager, Plan, HostMemory]]:
+        """Yield the plan of each part: a row is a block, and null blocks are left out."""
         size = self._chunk_blocks
         spans = [(at, at, at + size) for at in range(0, len(chunks) * size, size)]
         blocks = array("q", itertools.chain.from_iterable(chunks))
-        rows = torch.frombuffer(blocks, dtype=torch.int64)
+        numbers = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
-            rows[rows == NULL_BLOCK] = -1
-        return RequestRows(self.parts[0].stager.view, rows, spans)
+            numbers[numbers == NULL_BLOCK] = -1
+        for part in self.parts:
+            # Not shared: each part uploads its rows in its own stream, which no other waits for.
+            rows = RequestRows(part.stager.view, numbers, spans)
+            layers, end = part.form.layers, part.start + part.nbytes
+            first = starts(layers, len(chunks) * part.nbytes // layers)
+            memory = HostMemory([obj[part.start : end] for obj in objects])
+            yield part.stager, part.stager.plan(part.form, rows, first), memory

@@ -1,26 +1,22 @@
-"""The loads inside a step, which run beside the engine's layers.
+"""A load inside a step, which runs beside the engine's layers.
 
-The engine's stream waits for a layer group where it comes to the group's first layer. Behind a
-layer the next groups are enqueued, at most one of each load, until enough bytes are under way to
-keep the link busy. On CPU a layer is loaded when the engine comes to it. Calls wait for nothing,
-unless host memory is not pinned.
+The engine's stream waits for a layer group where it comes to the group's first layer. On CPU a
+layer is loaded when the engine comes to it. Calls wait for nothing, unless host memory is not
+pinned.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.plan import HostMemory, Plan
 from lmcache_xpu.transfer.staging import Stager
-from lmcache_xpu.transfer.tuning import Tuning
+from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["LoadPipeline", "StepPipelines"]
+__all__ = ["LoadPipeline", "group_starts"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -28,39 +24,33 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 class LoadPipeline:
     """A load by layer groups, in the order of the layers.
 
-    An error in a call is counted and logged, and ends the load, not the engine's step.
+    An error is counted and logged, and ends the load, not the engine's step.
 
     Args:
-        stager: of the engine's KV cache.
-        plan: the layer groups.
-        memory: bytes, flat, one tensor per chunk, in the plan's format.
-        flow: counts an error.
+        plan: the layer groups, of the stager's view and `memory`.
 
     Attributes:
+        starts: first layer of each group.
+        done: events by group, of those that were enqueued.
         failed_behind: of a load that failed, what is done when all that it enqueued is.
     """
 
     def __init__(self, stager: Stager, plan: Plan, memory: HostMemory, flow: Flow) -> None:
         self.stager = stager
+        self.starts = [group.layers.start for group in plan.groups]
+        self.done: list[Event] = []
         self.failed_behind: Event | None = None
         self._flow = flow
         self._groups = plan.groups
         self._memory = memory
-        self._starts = [group.layers.start for group in plan.groups]
-        self._done: list[Event] = []  # by group, of those that were enqueued
         self._arrived = 0  # groups
         self._waited = 0  # groups
         self._head_start = 0  # groups that were enqueued before the step
 
     @property
-    def enqueued(self) -> int:
-        """Number of groups that were enqueued so far."""
-        return len(self._done)
-
-    @property
     def is_done(self) -> bool:
         """Whether nothing that was enqueued is on its way any more."""
-        last = self.failed_behind or next(reversed(self._done), None)
+        last = self.failed_behind or next(reversed(self.done), None)
         return last is None or last.reached()
 
     def bytes_under_way(self) -> int:
@@ -68,73 +58,26 @@ class LoadPipeline:
         if self.failed_behind is not None:
             return 0
         # In order: a group that has arrived is not looked at again.
-        while self._arrived < self.enqueued and self._done[self._arrived].reached():
+        while self._arrived < len(self.done) and self.done[self._arrived].reached():
             self._arrived += 1
-        return sum(group.nbytes for group in self._groups[self._arrived : self.enqueued])
+        return sum(group.nbytes for group in self._groups[self._arrived : len(self.done)])
 
-    def start(self) -> None:
-        """Enqueue the first groups."""
-        with self._enduring():
-            if self.failed_behind is None:
-                self._enqueue(self.stager.tuning.first_groups)
+    def enqueue(self, groups: int, *, early: bool = False) -> int:
+        """Enqueue the first groups, unless they were; return the bytes of those that were not.
 
-    def go_on(self) -> int:
-        """Enqueue one more group before the step that waits for it, and return its bytes.
-
-        0 if none is left, or none that kernels load: the engine has its own few bytes to copy
-        before it computes, and copies that are enqueued now would go before them.
+        Before the step that waits for them (`early`), only what kernels load: the engine has its
+        own few bytes to copy before it computes, and copies that are enqueued now would go first.
         """
-        with self._enduring():
-            count = self.enqueued
-            if self.failed_behind is not None or count == len(self._groups):
-                return 0
-            group = self._groups[count]
-            if self.stager.needs_no_copies(group.pieces, self._memory):
-                self._head_start = count + 1
-                self._enqueue(count + 1, idle=True)
-                return group.nbytes
-        return 0
-
-    def before_layer(self, layer: int) -> None:
-        """Let the current stream wait for a layer."""
-        with self._enduring():
-            groups = bisect.bisect_right(self._starts, layer)
-            if self.failed_behind is None and groups > self._waited:
-                self._enqueue(groups)
-                self._done[groups - 1].wait()
-                self._waited = groups
-
-    def after_layer(self, layer: int) -> int:
-        """Enqueue one more group behind a layer, and return its bytes; 0 if none has its turn.
-
-        Not before the layer's own work: drivers take about a thousand copies, and then the caller
-        waits. And one group at most: behind the first layer the device has no other work yet.
-        """
-        with self._enduring():
-            count = self.enqueued
-            ahead = max(self.stager.tuning.groups_ahead, self._head_start)
-            most = min(bisect.bisect_right(self._starts, layer) + ahead, len(self._groups))
-            if self.failed_behind is None and count < most:
-                self._enqueue(count + 1)
-                return self._groups[count].nbytes
-        return 0
-
-    def before_all(self) -> None:
-        """Enqueue what is left, and let the current stream wait for all that was enqueued."""
-        if self.failed_behind is not None:
-            self.failed_behind.wait()
-        for last in self._starts[-1:]:
-            self.before_layer(last)
-
-    def waited_for(self, layers: int | None = None) -> bool:
-        """Whether the engine's stream waits for the first layers, or for all of them."""
-        groups = len(self._starts) if layers is None else bisect.bisect_left(self._starts, layers)
-        return self.failed_behind is None and self._waited >= groups
-
-    @contextmanager
-    def _enduring(self) -> Iterator[None]:
+        begun = len(self.done)
         try:
-            yield
+            for group in self._groups[begun:groups]:
+                if self.failed_behind is not None:
+                    break
+                if early and not self.stager.needs_no_copies(group.pieces, self._memory):
+                    break
+                # What the engine computes in this step waits for the first group.
+                idle = early or not self.done
+                self.done.append(self.stager.load(group.pieces, self._memory, idle=idle))
         except Exception as error:
             self.failed_behind = self.stager.fence()  # a part of a group may be on its way
             self._flow.failed(type(error).__name__)
@@ -142,142 +85,74 @@ class LoadPipeline:
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
                 error,
             )
-
-    def _enqueue(self, groups: int, *, idle: bool = False) -> None:
-        """Enqueue the first groups, unless they were; with `idle` the device does nothing else."""
-        for number in range(self.enqueued, min(groups, len(self._groups))):
-            # What the engine computes in this step waits for the first group.
-            first = idle or number == 0
-            pieces = self._groups[number].pieces
-            self._done.append(self.stager.load(pieces, self._memory, idle=first))
-
-
-class StepPipelines:
-    """The loads of one worker's steps. Called by the engine's thread.
-
-    Args:
-        model_layers: layers of the model itself; those behind them are a drafter's. None: all.
-
-    Attributes:
-        loads: of this step.
-    """
-
-    def __init__(self, model_layers: int | None = None) -> None:
-        self._model_layers = model_layers
-        self.loads: list[LoadPipeline] = []
-        self._tokens = 0  # that this step computes
-        self._is_ahead = False  # of the call of the worker for this step
-        self._is_computing = False  # the engine has come to a layer
-
-    def begin(self, tokens: int, *, scheduling: bool = False) -> None:
-        """Begin a step, or go on with the loads that were added before its worker was called.
-
-        Args:
-            tokens: that the step computes.
-            scheduling: vLLM has just decided on the step, and will call the worker for it.
-        """
-        self._tokens, self._is_ahead, self._is_computing = tokens, scheduling, False
-        self._feed()
-        if not scheduling:
-            for load in self.loads:
-                if not load.enqueued:
-                    load.start()
-
-    def group_starts(self, tokens: int, layers: int, layer_bytes: int, tuning: Tuning) -> list[int]:
-        """Return the first layer of each layer group of a load that is added next.
-
-        With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives
-        by the time that those before it are computed, also where copying takes as long. Of a load
-        that begins before its step, the first are larger. With little to compute each group is
-        three quarters of what is left, so that most layers come in few large copies.
-
-        Args:
-            tokens: that it loads.
-            layers: of the engine.
-            layer_bytes: bytes of these tokens in one layer.
-            tuning: of the device.
-        """
-        has_much_to_compute = self._tokens * tuning.loaded_per_computed >= tokens
-        single, large = tuning.single_layers, 0
-        if self._is_ahead:
-            single, large = 0, tuning.early_groups
-        starts = [0]
-        while (start := starts[-1]) < layers:
-            left = layers - start
-            if not has_much_to_compute:
-                size = max(left - left // 4, min(left, tuning.least_layers))
-            elif len(starts) <= large:
-                size = min(left, max(1, tuning.direct_launch_bytes // max(layer_bytes, 1)))
-            elif len(starts) <= single:
-                size = 1
-            else:
-                size = min(tuning.most_layers, max(1, left // 2))
-            starts.append(start + size)
-        return starts[:-1]
-
-    def add(self, load: LoadPipeline) -> None:
-        """Begin a load for this step, behind what its stager was told to follow."""
-        self.loads.append(load)
-        if self._is_ahead:
-            self._feed()
-        else:
-            load.start()
-
-    def before_all(self) -> None:
-        """Let the engine's stream wait for all layers, where it does not stop at each."""
-        for load in self.loads:
-            load.before_all()
+        if early:
+            self._head_start = len(self.done)
+        return sum(group.nbytes for group in self._groups[begun : len(self.done)])
 
     def before_layer(self, layer: int) -> None:
-        """Let the engine's stream wait for a layer of all loads."""
-        if not self._is_computing:
-            self._is_computing = True
-            for load in self.loads[:1]:
-                load.stager.let_engine_copy()
-        for load in self.loads:
-            load.before_layer(layer)
+        """Let the current stream wait for a layer."""
+        groups = bisect.bisect_right(self.starts, layer)
+        self.enqueue(groups)
+        if self.failed_behind is None and groups > self._waited:
+            self.done[groups - 1].wait()
+            self._waited = groups
 
-    def after_layer(self, layer: int) -> None:
-        """Enqueue what comes after a layer that the engine has enqueued.
+    def after_layer(self, layer: int) -> int:
+        """Enqueue one more group behind a layer, and return its bytes; 0 if none has its turn.
 
-        No more than keeps the link busy: behind the first layers the device waits for this thread.
+        Not before the layer's own work: drivers take about a thousand copies, and then the caller
+        waits. And one group at most: behind the first layer the device has no other work yet.
         """
-        self._is_computing = True
-        bytes_ahead = self._bytes_under_way()
-        for load in sorted(self.loads, key=operator.attrgetter("enqueued")):
-            if bytes_ahead >= load.stager.tuning.ahead_bytes:
-                break
-            bytes_ahead += load.after_layer(layer)
+        ahead = max(TUNING.groups_ahead, self._head_start)
+        last = bisect.bisect_right(self.starts, layer) + ahead
+        return self.enqueue(min(last, len(self.done) + 1))
 
-    def end(self) -> list[LoadPipeline]:
-        """Let the engine's stream wait for all of this step's loads, and let go of them.
+    def before_all(self) -> None:
+        """Enqueue what is left, and let the current stream wait for all that was enqueued."""
+        for last in self.starts[-1:]:
+            self.before_layer(last)
+        if self.failed_behind is not None:
+            self.failed_behind.wait()
 
-        The engine may end a step before its drafter has run, so a drafter's layers are waited for
-        here. Nor would it do harm if that were too late: the model checks what a drafter proposes.
+    def end(self, layers: int | None) -> bool:
+        """Do as `before_all`; whether the engine had come to the first layers, or to all of them.
 
-        Returns:
-            The loads that failed, or for which the engine did not wait in time.
+        It may end a step before its drafter has run, so a drafter's layers are waited for here. Nor
+        would it do harm if that were too late: the model checks what a drafter proposes.
         """
-        missed = []
-        loads, self.loads = self.loads, []
-        for load in loads:
-            is_in_time = load.waited_for(self._model_layers)
-            load.before_all()
-            load.before_all()  # also of one that failed just now
-            if not (is_in_time and load.waited_for()):
-                missed.append(load)
-        return missed
+        groups = len(self.starts) if layers is None else bisect.bisect_left(self.starts, layers)
+        is_in_time = self._waited >= groups
+        self.before_all()
+        return is_in_time and self.failed_behind is None
 
-    def _feed(self) -> None:
-        """Before the step, enqueue so much that the link stays busy, layer group by layer group."""
-        bytes_ahead = self._bytes_under_way()
-        loads = list(self.loads)
-        while loads and bytes_ahead < loads[0].stager.tuning.ahead_bytes:
-            load = min(loads, key=operator.attrgetter("enqueued"))
-            nbytes = load.go_on()
-            bytes_ahead += nbytes
-            if not nbytes:
-                loads.remove(load)
 
-    def _bytes_under_way(self) -> int:
-        return sum(load.bytes_under_way() for load in self.loads)
+def group_starts(
+    layers: int, layer_bytes: int, *, loaded: int, computed: int, early: bool
+) -> list[int]:
+    """Return the first layer of each layer group of a load.
+
+    With much to compute beside the load, groups of 1, 1, 2, 2, ..., 1, 1 layers: each arrives by
+    the time that those before it are computed, also where copying takes as long. Of a load that
+    begins before its step (`early`), the first are larger. With little to compute each group is
+    three quarters of what is left, so that most layers come in few large copies.
+
+    Args:
+        layers: of the engine.
+        layer_bytes: of the load, in each.
+        loaded: tokens of the load.
+        computed: tokens that its step computes.
+    """
+    single, large = (0, TUNING.early_groups) if early else (TUNING.single_layers, 0)
+    starts = [0]
+    while (start := starts[-1]) < layers:
+        left = layers - start
+        if computed * TUNING.loaded_per_computed < loaded:
+            size = max(left - left // 4, min(left, TUNING.least_layers))
+        elif len(starts) <= large:
+            size = min(left, max(1, TUNING.direct_launch_bytes // max(layer_bytes, 1)))
+        elif len(starts) <= single:
+            size = 1
+        else:
+            size = min(TUNING.most_layers, max(1, left // 2))
+        starts.append(start + size)
+    return starts[:-1]

@@ -20,60 +20,39 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
-from lmcache_xpu.cache.protocol import Cache, CachePlaces, Question, TokenRange
+from lmcache_xpu.cache.protocol import Cache, CachePlaces, TokenRange
 from lmcache_xpu.cache.seals import Seals, break_seal, seal, seals_at, seals_of
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, check_lease
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Question, Server, check_lease
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow
-from lmcache_xpu.transfer.devices import Event, SideStream
+from lmcache_xpu.transfer.devices import Event, SideStream, StoreHandle
 
 __all__ = ["Located", "Moves"]
 
 
 class Located(NamedTuple):
-    """What a load reads, in the server's memory.
-
-    Args:
-        asked: the question.
-        slots: the server's answer.
-        objects: by group, in the order of chunks; flat bytes on the host.
-        seals: that the objects should have, one after another; None where they have none.
-    """
+    """What a load reads, in the server's memory."""
 
     asked: Question
-    slots: ObjectSlots
-    objects: list[list[torch.Tensor]]
-    seals: bytes | None
+    slots: ObjectSlots  # the answer
+    objects: list[list[torch.Tensor]]  # by group, in the order of chunks; flat bytes on the host
+    seals: bytes | None  # that the objects should have, one after another; None without seals
 
     def check(self) -> None:
-        """Compare the seals.
-
-        Raises:
-            GivenUpError: an object is not what it should be.
-        """
+        """Compare the seals; GivenUpError if an object is not what it should be."""
         pool = self.asked.memory.pool
         if self.seals is not None and seals_at(pool, self.slots.ends) != self.seals:
             raise GivenUpError("damaged")
 
 
 class Moves:
-    """Moves chunks of all KV cache groups.
-
-    Args:
-        server: whose memory is read and written.
-        groups: copies of each group.
-        client: of the cache.
-
-    Attributes:
-        load_flow: counts loads.
-    """
+    """Moves chunks of all KV cache groups between the engine and a server's memory."""
 
     _places: CachePlaces  # once `begin_with_server` has asked
 
     def __init__(self, server: Server, groups: Sequence[GroupCopies], client: Cache) -> None:
-        self.load_flow = client.load_flow
         self._server = server
         self._groups = groups
         self._client = client
@@ -99,29 +78,25 @@ class Moves:
             yield
 
     def store(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
-        """Store chunks that the server does not have; waits until it has them.
-
-        Args:
-            transfer: of the chunks.
-            tokens: of the chunks, with their blocks.
-            event: behind what the engine computed.
+        """Store chunks, behind an event of the engine, and wait until the server has them.
 
         Raises:
             GivenUpError: for a reason of the metrics; others as they come.
         """
         key = self._client.key(tokens, worker=True)
-        chunks = [copies.chunks(copies.blocks(tokens)) for copies in self._groups]
+        chunks = [copies.chunks(tokens) for copies in self._groups]
         begun, memory = time.monotonic(), self._server.lent  # a lost server is asked nothing
         places, number = self._places, next(self._numbers)
         lacked = [copies.lacked(each) for copies, each in zip(self._groups, chunks, strict=True)]
         if len(lacked) == 1 and lacked[0]:
             raise GivenUpError("overtaken")  # they left a window, and vLLM has freed their blocks
-        asked = places.reserve(number, key, lacked)
-        slots = self._server.answer(asked, lambda: transfer.is_cancelled)
+        slots = self._server.answer(
+            places.reserve(number, key, lacked), lambda: transfer.is_cancelled
+        )
         if not slots:
             return  # all are there, or there is no room
         try:
-            objects, handles = self._objects(memory, slots), []
+            objects, handles = self._objects(memory, slots), list[StoreHandle]()
             with self._copying(transfer, event):
                 check_lease(begun)
                 for group, copies in enumerate(self._groups):
@@ -148,7 +123,7 @@ class Moves:
     def load(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
         """Load chunks into the engine's blocks, but those that vLLM keeps; waits for all.
 
-        Arguments and errors as for `store`. After an error the blocks hold anything.
+        Errors as for `store`; the blocks then hold anything.
         """
         asked = self.ask(tokens)
         located = self.locate(asked, self.seals(asked.key))
@@ -156,13 +131,13 @@ class Moves:
         with self.ending(asked):
             with self._copying(transfer, event):
                 for group, copies in enumerate(self._groups):
-                    chunks = copies.chunks(copies.blocks(tokens, loading=True))
+                    chunks = copies.chunks(tokens, loading=True)
                     loaded = [chunks[chunk] for chunk in located.slots.chunks(group)]
                     loads += copies.load(loaded, located.objects[group])
             for done in loads:
                 done.synchronize()
-        self._tokens_per_s = self._tokens(located.slots) / (time.monotonic() - begun)
-        self.finish(located)
+        seconds = time.monotonic() - begun
+        self._tokens_per_s = self.finish(located) / seconds
 
     def take_speed(self) -> float | None:
         """Tokens a second of the last `load` since the last call; None if none has ended."""
@@ -193,16 +168,11 @@ class Moves:
         return [seals_of(key, size, copies.layout) for copies in self._groups]
 
     def locate(self, asked: Question, seals: Seals | None, at_most_s: float = math.inf) -> Located:
-        """Wait for the answer to a question, and compare the seals of what it names.
-
-        Args:
-            asked: the question; it has ended after an error.
-            seals: of the question's key.
-            at_most_s: see `Server.answer`.
+        """Wait for an answer, as `Server.answer`, and compare the seals of what it names.
 
         Raises:
             GivenUpError: there is no answer, the server lacks a chunk, or an object is not what it
-                should be.
+                should be. As after any error, the question has ended.
             TransferError: an answer of another form, or other chunks than a hit needs.
         """
         try:
@@ -222,14 +192,14 @@ class Moves:
             located.check()
         return located
 
-    def finish(self, located: Located) -> None:
-        """End a load that has copied all, and count it; errors as `Located.check`, or `late`."""
+    def finish(self, located: Located) -> int:
+        """End a load that has copied all, and return its tokens; errors as `check`, or `late`."""
         try:
             located.check()
             check_lease(located.asked.begun)
         finally:
             self.end_load(located.asked)
-        self._count(self.load_flow, located.slots, located.asked.begun)
+        return self._count(self._client.load_flow, located.slots, located.asked.begun)
 
     def end_load(self, asked: Question) -> None:
         """Say to the server that nothing of an answer is read any more; waits for no answer."""
@@ -251,8 +221,9 @@ class Moves:
             raise GivenUpError("overtaken")
         with self.enqueueing(), self._stream.current(), ExitStack() as stack:
             event.wait()
-            for copies in self._groups:
-                stack.enter_context(copies.behind_engine())
+            for part in itertools.chain.from_iterable(copies.parts for copies in self._groups):
+                part.stager.follow_engine()
+                stack.enter_context(part.stager.whole())
             yield
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:
@@ -261,13 +232,11 @@ class Moves:
             for number, copies in enumerate(self._groups)
         ]
 
-    def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> None:
-        seconds = time.monotonic() - begun
-        flow.moved(seconds, size_bytes=slots.nbytes, tokens=self._tokens(slots))
-
-    def _tokens(self, slots: ObjectSlots) -> int:
+    def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
-        return chunks * self._client.chunk_tokens
+        tokens = chunks * self._client.chunk_tokens
+        flow.moved(time.monotonic() - begun, size_bytes=slots.nbytes, tokens=tokens)
+        return tokens
 
 
 def _of_objects(seals: Seals, slots: ObjectSlots) -> list[bytes]:

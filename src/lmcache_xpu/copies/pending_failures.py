@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lmcache_xpu.cache.server import GivenUpError
@@ -28,11 +29,10 @@ class Outcome(NamedTuple):
     @property
     def unfilled(self) -> frozenset[int]:
         """The blocks that were left unfilled, all or none; waits until that is known."""
-        try:
-            filled = self.filled.result(WAIT_S)
-        except TimeoutError:
-            filled = False
-        return frozenset() if filled else self.blocks
+        with suppress(TimeoutError):
+            if self.filled.result(WAIT_S):
+                return frozenset()
+        return self.blocks
 
 
 class PendingFailures(Set[int]):
@@ -106,13 +106,10 @@ class Outcomes:
         return PendingFailures(outcomes) if outcomes else set()
 
     def gate(self, blocks: Collection[int]) -> Callable[[], None]:
-        """Return what a store has to pass, in its own thread, before it may copy.
+        """Return what a store, in its own thread, has to pass before it may copy.
 
-        It waits until all loads so far are decided, and raises `GivenUpError` if one left a block
-        unfilled.
-
-        Args:
-            blocks: all that the store's request has computed from, and the store's own.
+        That waits until all loads so far are decided, and raises `GivenUpError` if one left a block
+        unfilled of these: all that the request has computed from, and the store's own.
         """
         with self._lock:
             spoiled = not self._unfilled.isdisjoint(blocks)

@@ -23,11 +23,7 @@ class Phase(enum.Enum):
 
 
 class Transfer:
-    """A store or a load.
-
-    Args:
-        request: its name.
-        blocks: of the engine, that it reads or writes.
+    """A store or a load of a request, which reads or writes these blocks of the engine.
 
     Attributes:
         result: whether it succeeded; None until it has ended.
@@ -86,24 +82,32 @@ class Transfer:
 
 
 class TransferQueue:
-    """A thread of this name, which does transfers one after another."""
+    """A thread of this name, which does transfers one after another.
 
-    def __init__(self, name: str) -> None:
+    `failed` is called with the request of a transfer that failed, and why.
+    """
+
+    def __init__(self, name: str, failed: Callable[[str, Exception], None]) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lmcache-xpu-{name}")
+        self._failed = failed
         self._transfers: set[Transfer] = set()
         self._lock = threading.Lock()
 
-    def add(self, transfer: Transfer, move: Callable[[], bool]) -> None:
-        """Do a transfer when those before it have ended; `move` says whether it succeeds."""
+    def add(self, transfer: Transfer, *steps: Callable[[], None]) -> None:
+        """Do the steps of a transfer when those before it have ended; an error fails it."""
 
         def run() -> None:
-            result = False
+            succeeds = False
             try:
-                result = move()
+                for step in steps:
+                    step()
+                succeeds = True
+            except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
+                self._failed(transfer.request, error)
             finally:
                 with self._lock:
                     self._transfers.discard(transfer)
-                transfer.end(result)
+                transfer.end(succeeds)
 
         with self._lock:
             self._transfers.add(transfer)

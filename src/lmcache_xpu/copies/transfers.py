@@ -6,16 +6,16 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
-from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server, union
+from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
@@ -60,20 +60,17 @@ class Transfers:
         self._device = groups[0].device
         self._server = Server(client.healthy, self._device, timeout_s)
         self._moves = Moves(self._server, groups, client)
-        self._stores = TransferQueue("stores")
-        self._loads = TransferQueue("loads")
+        load_failed = functools.partial(self._failed, client.load_flow)
+        self._stores = TransferQueue("stores", functools.partial(self._failed, client.store_flow))
+        self._loads = TransferQueue("loads", load_failed)
         self._damaged: SimpleQueue[str] = SimpleQueue()
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         self._registered = False
         self.in_steps: StepLoads | None = None
         if len(groups) == 1:
-            self.in_steps = StepLoads(
-                self._moves,
-                groups[0],
-                draft_layers,
-                lambda request_id, error: self._failed(client.load_flow, request_id, error),
-            )
+            flow = client.load_flow
+            self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
 
     def take_speed(self) -> float | None:
         """Return the tokens per second of loads beside steps since the last call, if any ended."""
@@ -81,10 +78,7 @@ class Transfers:
 
     def take_damaged(self) -> set[str]:
         """Requests whose loads met something else than they should, since the last call."""
-        damaged = set()
-        while not self._damaged.empty():
-            damaged.add(self._damaged.get())
-        return damaged
+        return {self._damaged.get() for _ in range(self._damaged.qsize())}
 
     @property
     def busy(self) -> bool:
@@ -97,13 +91,10 @@ class Transfers:
         return self._server.pinned(address)
 
     def let_write(self, blocks: Collection[int] | None = None) -> None:
-        """Let the engine's thread enqueue writes to blocks that stores still read.
+        """Let the engine's thread enqueue writes to these blocks, or any, which stores still read.
 
         Waits until their copies are enqueued, and lets the current stream wait for them. Stores
         that can't begin in `GRACE_S` end.
-
-        Args:
-            blocks: that are about to be written; None for any.
         """
         deadline = time.monotonic() + GRACE_S
         for transfer in self._stores.transfers():
@@ -118,9 +109,21 @@ class Transfers:
         before, local = None, self._client.local
         self._registered = True
         if local is None:
-            requests, described = self._client.requests, self._description()
-            registered = requests.register_kv_cache_engine_driven_context(described)
-            before = self._server.map(registered)
+            # LMCache's server registers the first KV cache group, as one layer of one token of
+            # bytes: their order in an object is this package's own. Its module knows all groups.
+            described = RegisterEngineDrivenContextPayload(
+                instance_id=self._client.instance_id,
+                model_name=self._client.scope.model_name,
+                world_size=self._client.scope.world_size,
+                block_size=self.groups[0].group.block_tokens,
+                num_layers=1,
+                hidden_dim_size=self.groups[0].object_bytes,
+                dtype_str="uint8",
+                use_mla=True,  # one plane
+                num_physical_slots=1,
+            )
+            requests = self._client.requests
+            before = self._server.map(requests.register_kv_cache_engine_driven_context(described))
         else:
             self._server.lend(local.memory())
         self._moves.begin_with_server()
@@ -170,24 +173,6 @@ class Transfers:
             copies.forget(memory.pool)
         memory.release()
 
-    def _description(self) -> Any:
-        """Return what LMCache's server registers of this worker: its first KV cache group.
-
-        As one layer of one token of bytes: their order in an object is this package's own. Its
-        module is told of all groups, see `Moves.begin_with_server`.
-        """
-        return RegisterEngineDrivenContextPayload(
-            instance_id=self._client.instance_id,
-            model_name=self._client.scope.model_name,
-            world_size=self._client.scope.world_size,
-            block_size=self.groups[0].group.block_tokens,
-            num_layers=1,
-            hidden_dim_size=self.groups[0].object_bytes,
-            dtype_str="uint8",
-            use_mla=True,  # one plane
-            num_physical_slots=1,
-        )
-
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
         event = Event(self._device)
@@ -195,39 +180,29 @@ class Transfers:
         return event
 
     def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
-        """Store chunks beside the engine.
+        """Store chunks, behind an event of the engine, and beside what follows.
 
-        Args:
-            chunks: with their blocks.
-            event: behind what the engine computed.
-            sources: block IDs that they were computed from; empty where no step loads.
+        `sources` are the block IDs that they were computed from; empty where no step loads.
         """
-        blocks = union([copies.blocks(chunks) for copies in self.groups])
-        transfer = Transfer(chunks.request_id, blocks)
-        check = self.in_steps.outcomes.gate(sources) if self.in_steps and sources else None
-
-        def move() -> None:
-            if check is not None:
-                check()
-            self._moves.store(transfer, chunks, event)
-
-        self._stores.add(transfer, lambda: self._succeeds(self._client.store_flow, move, transfer))
+        transfer = self._transfer(chunks)
+        gates = [self.in_steps.outcomes.gate(sources)] if self.in_steps and sources else []
+        move = functools.partial(self._moves.store, transfer, chunks, event)
+        self._stores.add(transfer, *gates, move)
         return transfer
 
     def load(self, chunks: TokenRange, event: Event) -> Transfer:
-        """Load chunks beside the engine; `take_ended` names their request.
-
-        Args:
-            chunks: with their blocks.
-            event: behind what the engine does with these blocks before.
-        """
-        blocks = union([copies.blocks(chunks, loading=True) for copies in self.groups])
-        transfer = Transfer(chunks.request_id, blocks)
-        move = functools.partial(self._moves.load, transfer, chunks, event)
+        """Load chunks, behind an event of the engine; `take_ended` names their request."""
+        transfer = self._transfer(chunks, loading=True)
         loaded("async")
         self._waited.append(transfer)
-        self._loads.add(transfer, lambda: self._succeeds(self._client.load_flow, move, transfer))
+        self._loads.add(transfer, functools.partial(self._moves.load, transfer, chunks, event))
         return transfer
+
+    def _transfer(self, tokens: TokenRange, *, loading: bool = False) -> Transfer:
+        """Return a transfer of all groups' blocks; vLLM numbers them together."""
+        chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
+        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
+        return Transfer(tokens.request_id, frozenset(blocks))
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""
@@ -258,17 +233,6 @@ class Transfers:
         self._loads.close()
         self._server.release()
 
-    def _succeeds(self, flow: Flow, move: Callable[[], None], transfer: Transfer) -> bool:
-        """Whether a transfer succeeds; a failure is counted, and logged where it is news."""
-        try:
-            move()
-        except Exception as error:  # whatever it is: it costs a hit, and the engine goes on
-            self._failed(flow, transfer.request, error)
-            if flow is self._client.load_flow:
-                fallback("load")
-            return False
-        return True
-
     def _failed(self, flow: Flow, request_id: str, error: Exception) -> None:
         if isinstance(error, GivenUpError):
             reason = error.reason
@@ -282,5 +246,7 @@ class Transfers:
                 exc_info=None if isinstance(error, LMCacheXPUError) else error,
             )
         flow.failed(reason)
-        if flow is self._client.load_flow and reason not in _PASSING:
-            self._damaged.put(request_id)
+        if flow is self._client.load_flow:
+            fallback("load")
+            if reason not in _PASSING:
+                self._damaged.put(request_id)

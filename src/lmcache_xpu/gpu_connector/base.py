@@ -29,7 +29,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
     Args:
         hidden_dim_size: elements of one token in one plane: heads x head size.
         num_layers: layers of the model.
-        use_gpu: accepted for LMCache, also as `use_xpu`; where the memory is decides on staging.
+        use_gpu, use_xpu: accepted for LMCache; where the memory is decides on staging.
         chunk_size: LMCache's tokens per chunk; None where the caller does not know.
         dtype: of LMCache's host memory; None accepts the engine's.
         device: of the engine's KV cache; None accepts any.
@@ -37,9 +37,9 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         layout_hints: `{"kv_layout": name}` as the engine names its memory order.
         opaque_blocks: see `PagedView.from_engine`.
         staging_bytes: see `Stager`.
-        layer_major: of a standard connector: host memory has the shape of LMCache's format,
-            `[planes, layers, ...]`, and in it the bytes of `[layers, planes, ...]`, so that a layer
-            of a chunk is one segment. A remote serde, which would look into a chunk, is refused.
+        layer_major: of a standard connector: in host memory of the shape of LMCache's format,
+            `[planes, layers, ...]`, lie the bytes of `[layers, planes, ...]`, so that a layer of a
+            chunk is one segment.
 
     Attributes:
         geometry: sizes of a token.
@@ -127,7 +127,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         return torch.Size([num_tokens, hidden] if planes == 1 else [num_tokens, planes, hidden])
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Register the engine's KV cache, if it is passed as `kvcaches`; see `registered`."""
+        """Register the engine's KV cache, if it is passed; see `registered`."""
         if (kvcaches := kwargs.get("kvcaches")) is not None:
             self.registered(kvcaches)
 
@@ -184,33 +184,31 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
         self.registered().pin(pool)
 
     def plan(
-        self,
-        stager: Stager,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        slot_mapping: torch.Tensor | None,
-        cached: int = 0,
-    ) -> Plan:
-        """Plan where each chunk's tokens go.
+        self, starts: Sequence[int], ends: Sequence[int], call: Mapping[str, Any], *, loading: bool
+    ) -> tuple[Stager, Plan]:
+        """Plan where each chunk's tokens go; return it with what moves them.
 
         Args:
-            stager: of the KV cache.
             starts: first token of each chunk in the request.
             ends: the token after its last.
-            slot_mapping: `[tokens]`, one slot per token of the whole request.
-            cached: leading tokens that a load leaves alone, because vLLM's own prefix cache has
-                them and other requests may share their blocks.
+            call: LMCache's keyword arguments: `slot_mapping`, `[tokens]`, one slot per token of the
+                whole request; perhaps `kvcaches`, see `registered`; perhaps `vllm_cached_tokens`,
+                so many leading tokens a load leaves alone, because vLLM's own prefix cache has them
+                and other requests may share their blocks.
+            loading: whether the chunks are loaded.
 
         Raises:
             TransferError: spans that don't fit each other or the slot mapping, bad slots.
+            LayoutError: a KV cache that can't be read.
         """
-        if slot_mapping is None:
+        stager = self.registered(call.get("kvcaches"))
+        if (slots := call.get("slot_mapping")) is None:
             raise TransferError("no slot_mapping", "a slot per token as keyword 'slot_mapping'")
         if len(starts) != len(ends):
             raise TransferError(f"{len(starts)} starts and {len(ends)} ends", "as many of each")
-        spans = list(zip(starts, ends, strict=True))
-        rows = request_rows(stager.view, slot_mapping, spans, cached)
-        return stager.plan(self.host_format, rows)
+        cached = call.get("vllm_cached_tokens", 0) if loading else 0
+        rows = request_rows(stager.view, slots, list(zip(starts, ends, strict=True)), cached)
+        return stager, stager.plan(self.host_format, rows)
 
     def memory(
         self,
@@ -232,7 +230,6 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
                 f"{len(memory_objs)} memory objects, {len(starts)} starts and {len(ends)} ends",
                 "as many of each",
             )
-        view = stager.view
         memory, checked, size = HostMemory(), None, 0  # nearly all chunks are alike
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
             metadata = memory_obj.metadata
@@ -243,8 +240,7 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
                 metadata.fmt = self._format
             kind = (end - start, metadata.fmt, metadata.shape, metadata.dtype)
             if kind != checked:
-                size = self._object_bytes(*kind, view.dtype)
-                checked = kind
+                size, checked = self._object_bytes(*kind, stager.view.dtype), kind
             # Not `tensor`, which makes three views of it, for each of hundreds of chunks.
             raw: torch.Tensor | None = memory_obj.raw_tensor
             if raw is None or not raw.is_contiguous():
@@ -254,9 +250,9 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
             if raw.dim() != 1 or raw.dtype != torch.uint8:
                 raw = raw.view(-1).view(torch.uint8)
             memory.append(raw)
-        for elsewhere in memory.devices - {view.device}:
+        for elsewhere in memory.devices - {stager.device}:
             if not is_host(elsewhere):
-                raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {view.device}")
+                raise HostMemoryError(f"memory on {elsewhere}", f"cpu or {stager.device}")
         return memory
 
     def _object_bytes(

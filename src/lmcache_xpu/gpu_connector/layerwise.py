@@ -39,11 +39,9 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
         """Not part of a layerwise connector."""
-        raise NotImplementedError("a layerwise connector loads with batched_to_gpu")
+        raise NotImplementedError("a layerwise connector has batched_to_gpu and batched_from_gpu")
 
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> NoReturn:
-        """Not part of a layerwise connector."""
-        raise NotImplementedError("a layerwise connector stores with batched_from_gpu")
+    from_gpu = to_gpu
 
     @torch.inference_mode()
     def batched_to_gpu(
@@ -52,11 +50,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Load a request layer by layer; yields `num_layers + 2` times.
 
         The engine's stream waits for a layer with the next step. Host memory is held until its
-        copies are done, also when the generator is closed before its end.
-
-        Args:
-            starts, ends: first token of each chunk, and the one after its last.
-            kwargs: as for the standard connector.
+        copies are done, also when the generator is closed before its end. Arguments are those of
+        `plan`.
 
         Raises:
             HostMemoryError: an object that does not fit its chunk; its layer is not touched.
@@ -64,9 +59,7 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
                 that is missing, or one too many.
             LayoutError: a KV cache that can't be read.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = self.plan(stager, starts, ends, slots, cached)
+        stager, plan = self.plan(starts, ends, kwargs, loading=True)
         moved: list[Event] = []
         held: list[MemoryObj] = []
         stager.follow_engine()  # blocks may have been freed by a step that is running
@@ -105,19 +98,14 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
         """Store a request layer by layer; yields `num_layers + 1` times.
 
         Each step enqueues a layer behind what the engine has enqueued, and returns when the layer
-        before is complete on the host.
-
-        Args:
-            memory_objs: `[layer][chunk]`.
-            starts, ends: of each chunk, as in a load; chunks need not follow each other.
-            kwargs: as for the standard connector.
+        before is complete on the host. `memory_objs` are `[layer][chunk]`; chunks need not follow
+        each other. The other arguments are those of `plan`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        plan = self.plan(stager, starts, ends, kwargs.get("slot_mapping"))
+        stager, plan = self.plan(starts, ends, kwargs, loading=False)
         if len(memory_objs) != self.num_layers:
             raise TransferError(f"objects of {len(memory_objs)} layers", f"{self.num_layers}")
         memory = [self.memory(stager, objs, starts, ends, loading=False) for objs in memory_objs]

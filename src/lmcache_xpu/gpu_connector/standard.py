@@ -40,17 +40,13 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
 
         Args:
             memory_objs: LMCache's memory, one per chunk.
-            starts, ends: first token of each chunk in the request, and the one after its last.
-            kwargs: `slot_mapping`, and perhaps `vllm_cached_tokens`, see `plan`;
-                `kvcaches`, the engine's layers, unless they are those of the last transfer.
+            starts, ends, kwargs: those of `plan`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.
             LayoutError: a KV cache that can't be read.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        slots, cached = kwargs.get("slot_mapping"), kwargs.get("vllm_cached_tokens", 0)
-        plan = self.plan(stager, starts, ends, slots, cached)
+        stager, plan = self.plan(starts, ends, kwargs, loading=True)
         memory = self.memory(stager, memory_objs, starts, ends, loading=True)
         stager.follow_engine()  # blocks may have been freed by a step that is running
         with stager.whole():
@@ -71,8 +67,7 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         Arguments and errors are those of `batched_to_gpu`. Tokens with negative slots leave their
         part of the host memory as it is.
         """
-        stager = self.registered(kwargs.get("kvcaches"))
-        plan = self.plan(stager, starts, ends, kwargs.get("slot_mapping"))
+        stager, plan = self.plan(starts, ends, kwargs, loading=False)
         memory = self.memory(stager, memory_objs, starts, ends, loading=False)
         stager.follow_engine()
         with stager.whole():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -16,12 +19,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.offloading.identity import engine_identity
-from lmcache_xpu.offloading.transfers import Transfer, Transfers
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
-from lmcache_xpu.tiers.pause import Complaint
+from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
+from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -30,6 +33,26 @@ __all__ = ["DiskTier"]
 _OPTIONS = ("path", "gib", "threads")
 _DRAIN_SECONDS = 10.0
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
+
+
+@dataclass(slots=True)
+class _Job:
+    """One job of vLLM, in as many parts as threads work on it.
+
+    Args:
+        asked: vLLM's description.
+        queued_bytes: of host memory that waits for a write.
+        parts: of each, the chunks that were moved, and when it ended.
+    """
+
+    asked: TransferJob
+    queued_bytes: int = 0
+    parts: list[Future[tuple[list[OffloadKey], float]]] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
@@ -73,19 +96,15 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         engine = offloading_spec.config.parallel.data_parallel_index
         settings = DiskSettings.parse({"disk.engine": engine} | _named(mine))
         self._identity = engine_identity(offloading_spec, self._chunk_bytes, namespace)
-        self._store = settings.open_offloading_store()
-        self._transfers = Transfers(settings.threads)
+        self._store = settings.open_store(f"kv-vllm-{engine}")
+        self._threads = settings.threads
+        self._readers = ThreadPoolExecutor(settings.threads, "disk-read")
+        self._writers = ThreadPoolExecutor(settings.threads, "disk-write")
+        self._jobs: list[_Job] = []  # that vLLM was not told of
+        self._running: list[Future[Any]] = []  # parts of jobs, and touches
         # Chunks that could not be read: not asked for twice by one request, which would never end.
         self._failed: dict[str, set[bytes]] = {}
         self._last: dict[str, tuple[int, int]] = {}  # by request: time of use, chunks without place
-        self._behind = Complaint(
-            "the disk is slower than the engine; not everything is stored "
-            "(docs: troubleshooting#disk-behind)"
-        )
-        self._dropped = Complaint(
-            "a chunk could not be stored and was dropped (%s); if the disk is full, free space "
-            "or make gib smaller (docs: troubleshooting#disk-not-stored)"
-        )
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Give the request's chunks a time of use, and ask for newly computed chunks alone."""
@@ -100,44 +119,44 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queue the writes of a job; refuse it where too much of host memory waits already."""
-        transfer = _transfer(job_metadata, is_load=False)
-        size = self._chunk_bytes * len(transfer.keys)
-        queued = self._transfers.queued_bytes
+        size = self._chunk_bytes * len(job_metadata.keys)
+        queued = sum(job.queued_bytes for job in self._jobs if not job.has_ended)
         if queued and queued + size > self._most_queued:
-            self._behind.log()
-            self._transfers.refuse(transfer)
+            complain(BEHIND)
+            self._jobs.append(_Job(job_metadata))
             return
-        rows = [self._row(chunk) for chunk in job_metadata.chunk_ids]
-        used = [self._used_ns(key, job_metadata.req_context) for key in job_metadata.keys]
+        context = job_metadata.req_context
+        used = {key: self._used_ns(key, context) for key in job_metadata.keys}
 
-        def write(place: int) -> bool:
-            name = self._name(transfer.keys[place])
+        def write(key: OffloadKey, row: memoryview) -> bool:
             try:
-                return self._store.put(name, "", rows[place], used[place])
+                return self._store.put(self._name(key), "", row, used[key])
             except OSError as error:
-                self._dropped.log(error)
+                complain(FAILED, error)
                 return False
 
-        self._transfers.begin(transfer, write, self._chunk_bytes)
+        self._begin(_Job(job_metadata, size), self._writers, write)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Queue the reads of a job."""
-        transfer = _transfer(job_metadata, is_load=True)
-        rows = [self._row(chunk) for chunk in job_metadata.chunk_ids]
 
-        def read(place: int) -> bool:
-            return self._store.read(self._name(transfer.keys[place]), rows[place])
+        def read(key: OffloadKey, row: memoryview) -> bool:
+            return self._store.read(self._name(key), row)
 
-        self._transfers.begin(transfer, read, self._chunk_bytes)
+        self._begin(_Job(job_metadata), self._readers, read)
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
+    def get_finished_jobs(self) -> list[JobResult]:
         """Return what became of the jobs that ended since the last call."""
-        return [self._result(transfer) for transfer in self._transfers.ended()]
+        ended = [job for job in self._jobs if job.has_ended]
+        self._jobs = [job for job in self._jobs if job not in ended]
+        self._running = [each for each in self._running if not each.done()]
+        return [self._result(job) for job in ended]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as used, the first of a prompt last of all to be evicted."""
         names = [self._name(key) for key in keys]
-        self._transfers.after_writes(lambda: self._store.touch(names))
+        # Once the writes queued before it have begun.
+        self._running.append(self._writers.submit(self._store.touch, names))
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Mark all of a request's chunks as used, those too that host memory had."""
@@ -150,24 +169,50 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
 
     def drain_jobs(self) -> None:
         """Wait until no job is queued or under way."""
-        self._transfers.drain()
+        wait(self._running)
 
     def shutdown(self) -> None:
         """End the queued writes, those not begun in 10 s dropped, and let go of the directory."""
-        self._transfers.close(_DRAIN_SECONDS)
+        wait(self._running, _DRAIN_SECONDS)
+        for pool in (self._writers, self._readers):
+            pool.shutdown(cancel_futures=True)
         self._store.close()
         self._memory.release()
 
-    def _result(self, transfer: Transfer) -> JobResult:
-        moved = [key for key in transfer.keys if key in transfer.moved]
-        if transfer.is_load and transfer.request in self._last:  # else it was aborted
-            failed = self._failed.setdefault(transfer.request, set())
-            failed.update(key for key in transfer.keys if key not in transfer.moved)
+    def _begin(
+        self, job: _Job, pool: ThreadPoolExecutor, move: Callable[[OffloadKey, memoryview], bool]
+    ) -> None:
+        """Move each of a job's chunks; one whose move returns False is not among the moved."""
+        asked = job.asked
+        chunks = [
+            (key, self._row(row)) for key, row in zip(asked.keys, asked.chunk_ids, strict=True)
+        ]
+
+        def run(part: list[tuple[OffloadKey, memoryview]]) -> tuple[list[OffloadKey], float]:
+            return [key for key, row in part if move(key, row)], time.monotonic()
+
+        shares = [chunks[at :: self._threads] for at in range(self._threads)]
+        job.parts = [pool.submit(run, share) for share in shares if share]
+        self._running += job.parts
+        self._jobs.append(job)
+
+    def _result(self, job: _Job) -> JobResult:
+        asked, end = job.asked, job.begun
+        arrived: set[OffloadKey] = set()
+        for part in job.parts:
+            if not part.cancelled() and part.exception() is None:
+                keys, ended = part.result()
+                arrived.update(keys)
+                end = max(end, ended)
+        moved = [key for key in asked.keys if key in arrived]
+        request = asked.req_context.req_id
+        if asked.is_promotion and request in self._last:  # else it was aborted
+            self._failed.setdefault(request, set()).update(set(asked.keys) - arrived)
         result = JobResult(
-            transfer.job_id,
-            success=len(moved) == len(transfer.keys),
+            asked.job_id,
+            success=len(moved) == len(asked.keys),
             successful_keys=moved or None,
-            transfer_time=transfer.seconds,
+            transfer_time=end - job.begun,
         )
         if hasattr(result, "transfer_bytes"):
             result.transfer_bytes = len(moved) * self._chunk_bytes
@@ -186,10 +231,6 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
     def _row(self, chunk: int) -> memoryview:
         begin = int(chunk) * self._chunk_bytes
         return self._memory[begin : begin + self._chunk_bytes]
-
-
-def _transfer(job: TransferJob, *, is_load: bool) -> Transfer:
-    return Transfer(job.job_id, job.req_context.req_id, list(job.keys), is_load)
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -13,7 +12,6 @@ import yaml
 from vllm.logger import init_logger
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.stock.options import EXTRA, OPTIONS, VLLM
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -21,18 +19,28 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
+# What is served of LMCache's options, each with a test in docs/reference/lmcache-options.md. All
+# others bring tiers without checksums, memory or transfers of their own, or were not tried.
+_NAMES = """
+blocking_timeout_secs cache_policy chunk_size enable_kv_events extra_config lmcache_instance_id
+local_cpu lookup_timeout_ms max_local_cpu_size min_retrieve_tokens pin_check_interval_sec
+pin_timeout_sec pre_caching_hash_algorithm priority_limit py_enable_gc reserve_local_cpu_size
+save_decode_cache save_unfull_chunk storage_plugins use_layerwise
+"""
+SERVED = frozenset(_NAMES.split())
+SERVED_EXTRA = (
+    *("disk.*", "storage_plugin.*", "xpu.*"),
+    *("enable_cache_usage_details_in_response", "save_only_first_rank"),
+)
+UNTRIED = ("skip_last_n_tokens",)  # LMCache's adapter reads it from vLLM's settings
 SAFE_HASH = "sha256"
 
 
 def prepare(vllm_config: VllmConfig) -> LMCacheEngineConfig:
     """Return LMCache's configuration for an engine: completed, made safe, and checked.
 
-    Args:
-        vllm_config: of the engine; vLLM's settings of LMCache are completed in it, because LMCache
-            reads them once more.
-
-    Raises:
-        SettingsError: the configuration can't be served.
+    vLLM's settings of LMCache are completed in vLLM's configuration: LMCache reads them once more.
+    Raises SettingsError if the configuration can't be served.
     """
     config, transfer = load(), vllm_config.kv_transfer_config
     transfer.kv_connector_extra_config = extra = transfer.kv_connector_extra_config or {}
@@ -61,25 +69,17 @@ def apply(config: LMCacheEngineConfig, extra: Mapping[str, Any]) -> None:
             validate_and_set_config_value(config, name.removeprefix("lmcache."), value)
 
 
-def make_hash_safe(config: LMCacheEngineConfig, extra: Mapping[str, Any]) -> None:
-    """Give LMCache a hash that is the same in every process.
+def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
+    """Give LMCache a hash that is the same in every process, in vLLM's settings, too.
 
     Its default is Python's, which differs between processes unless PYTHONHASHSEED is fixed:
     keys would never match, and nothing would say so.
-
-    Raises:
-        SettingsError: the configuration insists on Python's.
     """
     is_python_hash = config.pre_caching_hash_algorithm == "builtin"
     if not is_python_hash or os.environ.get("PYTHONHASHSEED", "random") != "random":
         return
-    if "lmcache.pre_caching_hash_algorithm" in extra:
-        raise SettingsError(
-            "LMCache pre_caching_hash_algorithm 'builtin' without PYTHONHASHSEED",
-            f"{SAFE_HASH!r}, or a fixed PYTHONHASHSEED",
-            "Python's hash differs between processes, so nothing would ever be found.",
-        )
     config.pre_caching_hash_algorithm = SAFE_HASH
+    extra["lmcache.pre_caching_hash_algorithm"] = SAFE_HASH
     logger.warning(
         "PYTHONHASHSEED is not set: LMCache's keys use %s instead of Python's hash, which "
         "differs between processes (docs: troubleshooting#python-hash)",
@@ -97,11 +97,7 @@ def use_layerwise(extra: Mapping[str, Any]) -> bool:
 
 
 def load() -> LMCacheEngineConfig:
-    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*.
-
-    Raises:
-        SettingsError: LMCache itself refuses it.
-    """
+    """Return LMCache's configuration of this process, from LMCACHE_CONFIG_FILE and LMCACHE_*."""
     from lmcache.integration.vllm.utils import lmcache_get_or_create_config
 
     try:
@@ -115,35 +111,27 @@ def load() -> LMCacheEngineConfig:
 
 
 def check_features(config: LMCacheEngineConfig, extra: Mapping[str, Any] | None = None) -> None:
-    """Refuse options that can't be served; see `options`.
+    """Refuse options that are not served and differ from their defaults, or that are unknown.
 
-    Args:
-        config: LMCache's.
-        extra: vLLM's kv_connector_extra_config.
-
-    Raises:
-        SettingsError: an option or a value is refused, or LMCache has no such option.
+    `extra` is vLLM's kv_connector_extra_config.
     """
-    defaults = type(config).from_defaults()
-    for name, reason in OPTIONS.items():
-        value, default = getattr(config, name), getattr(defaults, name)
-        if value != default:
-            raise SettingsError(f"LMCache {name} {value!r}", f"{default!r}, its default", reason)
+    defaults = vars(type(config).from_defaults())
+    unserved = {
+        f"LMCache {name} {getattr(config, name)!r}": f"{default!r}, its default"
+        for name, default in defaults.items()
+        if not name.startswith("_") and name not in SERVED and getattr(config, name) != default
+    }
     for name, value in (config.extra_config or {}).items():
-        for pattern, reason in EXTRA.items():
-            if value and fnmatchcase(name, pattern):
-                raise SettingsError(f"LMCache extra_config {name} {value!r}", "none", reason)
+        if value and not any(fnmatchcase(name, pattern) for pattern in SERVED_EXTRA):
+            unserved[f"LMCache extra_config {name} {value!r}"] = "none"
     for name, value in (extra or {}).items():
-        if value and name in VLLM:
-            raise SettingsError(f"LMCache {name} {value!r}", "none", VLLM[name])
-        option = name.removeprefix("lmcache.")
-        if option != name and name not in VLLM and not hasattr(config, option):
-            close = difflib.get_close_matches(name, [f"lmcache.{each}" for each in vars(config)])
-            raise SettingsError(
-                f"{name} in vLLM's kv_connector_extra_config",
-                close[0] if close else "an option of LMCache",
-                "docs/reference/lmcache-options.md has them.",
-            )
+        unknown = name.startswith("lmcache.") and name.removeprefix("lmcache.") not in defaults
+        if unknown or (value and name in UNTRIED):
+            unserved[f"{name} in vLLM's kv_connector_extra_config"] = "an option that is served"
+    for found, expected in unserved.items():
+        raise SettingsError(
+            found, expected, "docs/reference/lmcache-options.md has what is served."
+        )
     if config.max_local_cpu_size <= 0:
         raise SettingsError(
             f"LMCache max_local_cpu_size {config.max_local_cpu_size:g}",

@@ -29,14 +29,13 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
     """Answers vLLM's questions, and makes the half of the connector that a role needs.
 
     On devices that are not served (see `patches.served_devices`) it makes vLLM's connector for
-    LMCache instead, with LMCache's own parts.
+    LMCache instead.
 
     Raises:
         VersionError: LMCache or vLLM is outside the tested versions.
         SettingsError: LMCache's configuration or the model can't be served.
         LayoutError: the engine's KV cache can't be served.
-        SeamError: LMCache did not come up with our connector. (LMCache alone would go on
-            without a cache, each request waiting for a time-out.)
+        SeamError: LMCache did not come up with our connector. (It would go on without a cache.)
     """
 
     @classmethod
@@ -46,11 +45,7 @@ class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped 
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: we read any layout. Models with states are refused here, before vLLM fails on them.
-
-        Raises:
-            SettingsError: a model that can't be served.
-        """
+        """None: we read any layout. Models with states are refused, before vLLM fails on them."""
         if _served():
             check_model(vllm_config)
         return None

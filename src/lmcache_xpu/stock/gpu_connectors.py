@@ -41,20 +41,18 @@ SEAM = "CreateGPUConnector"
 
 
 class FailedLoads:
-    """What both connectors of an engine do about loads that fail."""
+    """What both connectors of an engine do about loads that fail.
+
+    Attributes:
+        failed_slots: of loads that failed, but those that the engine has itself.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.failed_slots: list[torch.Tensor] = []
 
     def fail(self, cause: Exception | str, load: dict[str, Any], first: int) -> None:
-        """Add the slots of a load that failed, but those that the engine has itself; log why.
-
-        Args:
-            cause: of the failure.
-            load: LMCache's keyword arguments of the load: `slot_mapping`, `vllm_cached_tokens`.
-            first: number of the first token that did not arrive.
-        """
+        """Add the slots of a load, of LMCache's keyword arguments, from a token on; log why."""
         first = max(first, load.get("vllm_cached_tokens", 0))
         self.failed_slots.append(load["slot_mapping"][first:])
         log_failure("A load failed and is computed instead", cause)
@@ -63,13 +61,7 @@ class FailedLoads:
 class StandardConnector(FailedLoads, VLLMPagedMemXPUConnectorV2):
     """The standard connector of one engine."""
 
-    def batched_to_gpu(
-        self,
-        memory_objs: Sequence[MemoryObj],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        **kwargs: Any,
-    ) -> None:
+    def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
         """Load chunks."""
         try:
             super().batched_to_gpu(memory_objs, starts, ends, **kwargs)
@@ -113,14 +105,10 @@ def gpu_connector(
 ) -> StandardConnector | LayerwiseConnector:
     """Return the connector of an engine.
 
-    Args:
-        config: LMCache's configuration.
-        metadata: LMCache's description of the engine. Its chunk shape and its model's name, which
-            decide on keys, are changed to those of the engine's real content.
-        facts: of the engine's KV cache.
+    The chunk shape and the model's name in LMCache's metadata, which decide on keys, are changed to
+    those of the engine's content: with inline scales or unequal sizes of keys and values that is not
+    what LMCache derives from the model's heads.
     """
-    # With inline scales or unequal key and value sizes the engine's content is not what LMCache
-    # derives from the model's heads.
     layers, planes, chunk_size, _, _ = metadata.kv_shape
     metadata.kv_shape = (layers, planes, chunk_size, facts.heads, facts.head_size)
     metadata.model_name += facts.namespace  # the part of every key that we may extend
@@ -142,11 +130,7 @@ def gpu_connector(
 def making(facts: EngineFacts) -> Iterator[None]:
     """Let LMCache start an engine meanwhile, with a connector of this package.
 
-    Args:
-        facts: of the engine's KV cache.
-
-    Raises:
-        SeamError: LMCache made no such connector.
+    Raises SeamError if LMCache made no such connector.
     """
     limit_pinning(torch.device(facts.device_type))
     module = in_process_module("v1.gpu_connector")

@@ -18,13 +18,9 @@ __all__ = ["StockHalf"]
 
 
 class StockHalf(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
-    """A connector of one role.
+    """A connector of one role; `lmcache` is LMCache's half, which does the work.
 
-    Attributes:
-        lmcache: LMCache's half, which does the work.
-
-    Raises:
-        SeamError: LMCache did not come up, of which it only logs why.
+    Raises SeamError if LMCache did not come up, of which it only logs why.
     """
 
     ROLE: KVConnectorRole

@@ -19,7 +19,7 @@ from lmcache_xpu.stock.half import StockHalf
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 __all__ = ["StockScheduler", "as_shown", "may_be_served"]
@@ -79,18 +79,16 @@ class StockScheduler(StockHalf):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request that has ended, in whatever way; its blocks may be freed at once."""
+        """Forget a request that has ended; its blocks may be freed at once."""
         name = request.request_id
         self.failed.discard(name)
         # Of one that was looked up and never scheduled; another one may get its name.
         self.lmcache.lookup_client.clear_lookup_status(name)
         self.lmcache.load_specs.pop(name, None)
-        if name not in self.shown:
-            return False, None
-        self.shown.discard(name)
-        answer: tuple[bool, dict[str, Any] | None]
-        answer = self.lmcache.request_finished(request, block_ids)
-        return answer
+        if name in self.shown:
+            self.shown.discard(name)
+            self.lmcache.request_finished(request, block_ids)
+        return False, None
 
     def give_up_hits(self, request_id: str) -> None:
         """Show LMCache nothing of a request any more: a load of it failed. See `vllm_hooks`."""
@@ -125,18 +123,14 @@ def as_shown(step: SchedulerOutput, shown: Collection[str]) -> SchedulerOutput:
     }
     if blocks := kept.get("new_block_ids"):
         kept["new_block_ids"] = [groups and tuple(map(list, groups)) for groups in blocks]
-    new = [_with_answer(each) for each in step.scheduled_new_reqs if each.req_id in shown]
+    # For its newer model runner, vLLM describes a preempted request as a new one, and LMCache reads
+    # the prompt alone. A hit may reach into the answer: that part would never be loaded, though its
+    # tokens count as computed.
+    new = [
+        replace(
+            each, prompt_token_ids=getattr(each, "prefill_token_ids", None) or each.prompt_token_ids
+        )
+        for each in step.scheduled_new_reqs
+        if each.req_id in shown
+    ]
     return replace(step, scheduled_new_reqs=new, scheduled_cached_reqs=replace(cached, **kept))
-
-
-def _with_answer(new: NewRequestData) -> NewRequestData:
-    """Return a request whose prompt includes what it answered before it was preempted.
-
-    For its newer model runner, vLLM describes such a request as a new one, and LMCache reads the
-    prompt alone. But a hit may reach into the answer: that part would never be loaded, though its
-    tokens count as computed.
-    """
-    tokens = getattr(new, "prefill_token_ids", None)
-    if tokens is None or len(tokens) <= len(new.prompt_token_ids):
-        return new
-    return replace(new, prompt_token_ids=tokens)

@@ -1,9 +1,8 @@
 """The worker's half of the connector: what LMCache may load and store of a step, and its errors.
 
-LMCache lets errors of a load or a store through to vLLM, where they end the engine. Here
-
-    load    vLLM is told of its blocks, and computes them
-    store   nothing more is stored in this step
+LMCache lets errors of a load or a store through to vLLM, where they end the engine. Here vLLM is
+told of the blocks of a load that failed, and computes them; and after a store that failed nothing
+more is stored in its step.
 
 What comes of a load that failed is not stored. A failure is told with its step's result, when with
 asynchronous scheduling one more step is on its way: neither of the two stores anything. A step that
@@ -65,9 +64,7 @@ class StockWorker(StockHalf):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache, by layers in their order; LMCache opens its tiers now.
 
-        Raises:
-            LayoutError: a KV cache that can't be read.
-            SeamError: LMCache or one of its tiers did not come up, of which it only logs why.
+        Raises LayoutError, and SeamError if a tier did not come up, of which LMCache only logs why.
         """
         with ending_on_failure():
             self.lmcache.register_kv_caches(kv_caches)
@@ -96,8 +93,14 @@ class StockWorker(StockHalf):
         if not self.engine.is_healthy():
             self.withheld = WITHHELD_STEPS
             self._refuse(self.loads)
-        elif self.engine.use_layerwise:
-            self._refuse_scattered()
+        for request in self.loads if self.engine.use_layerwise else ():
+            # LMCache loads layers from one tier. What the CPU tier has of a request goes, so that
+            # the next look-up finds it in the other one.
+            tiers = dict(self.engine.lookup_pins.get(request.req_id, {}))
+            if request.load_spec and len(tiers) > 1:
+                self.engine.lookup_unpin(request.req_id)
+                self.engine.storage_manager.batched_remove(tiers.get(POOL, []), [POOL])
+                self._refuse([request])
 
     def _refuse(self, requests: list[Any]) -> None:
         """Load nothing of requests: their blocks count as failed."""
@@ -105,18 +108,6 @@ class StockWorker(StockHalf):
             spec, request.load_spec = request.load_spec, None
             slots = request.slot_mapping[spec.vllm_cached_tokens : spec.lmcache_cached_tokens]
             self._fail(blocks_of(slots, self.block_size))
-
-    def _refuse_scattered(self) -> None:
-        """Compute requests whose chunks lie in several tiers: LMCache loads layers from one.
-
-        What the CPU tier has of them goes, so that the next look-up finds them in the other one.
-        """
-        for request in self.loads:
-            tiers = dict(self.engine.lookup_pins.get(request.req_id, {}))
-            if len(tiers) > 1:
-                self.engine.lookup_unpin(request.req_id)
-                self.engine.storage_manager.batched_remove(tiers.get(POOL, []), [POOL])
-                self._refuse([request])
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what a step needs; layer by layer, begin to.

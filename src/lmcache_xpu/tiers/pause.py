@@ -6,12 +6,14 @@ import logging
 import threading
 import time
 
-__all__ = ["Complaint", "Pause"]
+__all__ = ["Pause", "complain"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.remote")  # vLLM prints its own loggers only
 disk_logger = logging.getLogger("vllm.lmcache_xpu.disk")
 
-_QUIET_SECONDS = 60.0
+_QUIET_S = 60.0
+_quiet_until: dict[str, float] = {}  # by message
+_lock = threading.Lock()
 
 
 class Pause:
@@ -42,18 +44,10 @@ class Pause:
         self._end = time.monotonic() + seconds
 
 
-class Complaint:
-    """A warning of the disk tier, logged at most once a minute, however often its cause occurs."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-        self._lock = threading.Lock()
-        self._quiet_until = 0.0
-
-    def log(self, *args: object) -> None:
-        """Log the message, filled in with `args`, unless it was logged within a minute."""
-        with self._lock:
-            if time.monotonic() < self._quiet_until:
-                return
-            self._quiet_until = time.monotonic() + _QUIET_SECONDS
-        disk_logger.log(logging.WARNING, "disk tier: " + self._message, *args)
+def complain(message: str, *args: object) -> None:
+    """Log a warning of the disk tier, at most once a minute, however often its cause occurs."""
+    with _lock:
+        if time.monotonic() < _quiet_until.get(message, 0.0):
+            return
+        _quiet_until[message] = time.monotonic() + _QUIET_S
+    disk_logger.log(logging.WARNING, "disk tier: " + message, *args)

@@ -29,10 +29,10 @@ from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Flow, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.pause import Pause
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
-from lmcache_xpu.tiers.task_results import TaskAnswers, TimedTask, after_all
+from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
@@ -101,7 +101,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         """Begin to look for objects of their groups' layouts, in one round trip."""
-        task = TimedTask(self._located, len(keys), LOOKUP_S, self._time_out)
+        task = Task(self._located, len(keys), LOOKUP_S, self._time_out)
         self._looks.submit(self._locate, task, keys, group_layout_descs)
         return task.number
 
@@ -112,7 +112,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = TimedTask(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
+        task = Task(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
         reads = [
             self._reads.submit(self._load, task, index, key, obj)
             for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
@@ -154,50 +154,48 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     def _store(
         self, task: int, writes: list[tuple[ObjectKey, MemoryObj]], size: int, dropped: int
     ) -> None:
-        sent, left = 0, len(writes)
+        sent, done, reason = 0, 0, self._paused
         try:
-            for sent_bytes in self._send(writes):
-                sent, left = sent + sent_bytes, left - 1
-        except _NotSentError as error:
-            _failed(STORE_SHARED, str(error), left)
+            layouts = [_layout(obj) for _, obj in writes]
+            names = [
+                value_name(key, layout) for (key, _), layout in zip(writes, layouts, strict=True)
+            ]
+            held = [] if reason else self._values.exist(names)
+            for (key, obj), name, layout, is_held in zip(
+                writes, names, layouts, held, strict=False
+            ):
+                if not is_held:
+                    if reason := self._paused:
+                        break
+                    watch = Stopwatch()
+                    with watch.running():
+                        if not self._values.put(name, layout, obj):
+                            reason = "behind"
+                            break
+                    layout.count(STORE_SHARED, key, watch)
+                    sent += layout.size
+                done += 1
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
-            self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
+            reason = self._refusal = "full" if isinstance(error, OutOfMemoryError) else "refused"
             self._refusing.begin(AWAY_S, error)
-            _failed(STORE_SHARED, self._refusal, left)
         except Exception as error:
+            reason = "server"
             self._away.begin(AWAY_S, error)
-            _failed(STORE_SHARED, "server", left)
         finally:
+            _failed(STORE_SHARED, reason, len(writes) - done)
             with self._queue_lock:
                 self._queued_bytes -= size
-            complete = not (left or dropped)
-            self._report([key for key, _ in writes[: len(writes) - left]], is_held=True)
+            complete = done == len(writes) and not dropped
+            self._report([key for key, _ in writes[:done]], is_held=True)
             self._stored.end(task, L2StoreResult(complete, sent if complete else 0))
 
-    def _send(self, writes: list[tuple[ObjectKey, MemoryObj]]) -> Iterator[int]:
-        """Send objects, and yield the bytes of each; 0 for one that the server has."""
-        layouts = [_layout(obj) for _, obj in writes]
-        names = [value_name(key, layout) for (key, _), layout in zip(writes, layouts, strict=True)]
-        self._check_sending()
-        held = self._values.exist(names)
-        for (key, obj), name, layout, is_held in zip(writes, names, layouts, held, strict=True):
-            if is_held:
-                yield 0
-                continue
-            self._check_sending()
-            watch = Stopwatch()
-            with watch.running():
-                if not self._values.put(name, layout, obj):
-                    raise _NotSentError("behind")
-            layout.count(STORE_SHARED, key, watch)
-            yield layout.size
-
-    def _check_sending(self) -> None:
-        if self._away.on or self._refusing.on:
-            raise _NotSentError("server" if self._away.on else self._refusal)
+    @property
+    def _paused(self) -> str:
+        """Why nothing is written now; empty if it is."""
+        return "server" if self._away.on else self._refusal if self._refusing.on else ""
 
     def _locate(
-        self, task: TimedTask, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
+        self, task: Task, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
     ) -> None:
         try:
             if not (self._away.on or task.over):
@@ -217,7 +215,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         finally:
             task.end()
 
-    def _load(self, task: TimedTask, index: int, key: ObjectKey, obj: MemoryObj) -> None:
+    def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         if self._away.on or task.over:
             return
         watch = Stopwatch()
@@ -244,10 +242,6 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         _failed(LOAD_SHARED, "server", loads)
         self._away.begin(AWAY_S, TimeoutError("it answers too slowly"))
         self._values.disconnect()
-
-
-class _NotSentError(Exception):
-    """Objects that were not sent; its text is the reason that is counted."""
 
 
 def _layout(obj: MemoryObj) -> ChunkLayout:

@@ -43,10 +43,6 @@ CONNECT_S = 1.0
 ANSWER_S = 10.0  # to one command
 _SLICE = 256 * 1024
 _URL = re.compile(r"rediss?://[^@/?]+(/\d+)?(\?ssl_ca_certs=/[^&#]+)?")
-# Not WATCH and MULTI, which a full server refuses.
-_DELETE = """
-if redis.sha1hex(redis.call("GET", KEYS[1]) or "") == ARGV[1] then redis.call("DEL", KEYS[1]) end
-"""
 
 
 def value_name(key: ObjectKey, layout: ChunkLayout | MemoryLayoutDesc) -> str:
@@ -113,9 +109,8 @@ class SharedValues:
                 len(value),
                 damage,
             )
-            # Not one that another engine has stored there since.
             with contextlib.suppress(ResponseError):  # it may not be deleted, and stays a miss
-                self._server.eval(_DELETE, 1, name, hashlib.sha1(value).hexdigest())
+                self._server.delete(name)
             return None
 
     def put(self, name: str, layout: ChunkLayout, obj: MemoryObj) -> bool:

@@ -14,7 +14,6 @@ Who calls what, and which references and pins that leaves (LMCache 0.5.6):
 
     put     engine thread. Takes one reference per chunk until its write has ended. Queued writes
             hold at most half of LMCache's CPU pool; what would exceed that is dropped.
-    lookup  pins chunks on disk; LMCache unpins them after the load. Pins don't touch memory.
     load    returns chunks with one reference, the caller's, up to the first that is missing,
             damaged or finds no room in the pool; vLLM recomputes the rest. Never waits for memory,
             as its own chunks may be what fills the pool.
@@ -39,7 +38,7 @@ from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.pause import Complaint
+from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,15 +74,12 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         settings = DiskSettings.parse(config.extra_config or {})
         self._origin = f"{torch_device_type}@{metadata.kv_shape}"
         self._num_layers = metadata.kv_shape[0]
-        self._store = settings.open_store(config.pin_timeout_sec)
+        engine = f"engine-{settings.engine}-" if settings.engine else ""
+        self._store = settings.open_store(f"kv-{engine}worker-0")
         half_pool = int(config.max_local_cpu_size * 2**30) // 2
         self._writes = DiskWriter(self._store, half_pool, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
         self._closed = False
-        self._pool_full = Complaint(
-            "no room in LMCache's CPU pool for a whole load; cut short "
-            "(docs: troubleshooting#pool-full)"
-        )
 
     def name(self, key: CacheEngineKey) -> str:
         """Name of a chunk in the store, see the module."""
@@ -94,44 +90,25 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     # Lookup
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        """Whether `key` can be loaded; with `pin`, it stays so until `unpin`.
+        """Whether `key` can be loaded; a load that finds it evicted since is cut short.
 
-        A pinned chunk is reported even if its file was lost: the scheduler counts on it, and only
-        a failing load is passed on. For the first layer of a chunk, asked before a layerwise store,
-        all layers must be stored.
+        For the first layer of a chunk, asked before a layerwise store, all layers must be stored.
         """
-        if pin:
-            return self.pin(key)
-        if self._store.pinned(self.name(key)):
-            return True
         is_first = isinstance(key, LayerCacheEngineKey) and key.layer_id == 0
-        layers = key.split_layers(self._num_layers) if is_first else [key]
+        layers = key.split_layers(self._num_layers) if is_first and not pin else [key]
         return all(self.name(layer) in self._store for layer in layers)
-
-    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        """Length of the prefix of `keys` that can be loaded, pinned if `pin`.
-
-        The layers of one chunk count together or not at all: LMCache uses no part of them, and
-        would not unpin it.
-        """
-        length = int(super().batched_contains(keys, pin))
-        if pin and length < len(keys) and isinstance(keys[0], LayerCacheEngineKey):
-            for key in keys[:length]:
-                self.unpin(key)
-            return 0
-        return length
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Whether a write of `key` has not ended yet."""
         return self.name(key) in self._writes.pending
 
     def pin(self, key: CacheEngineKey) -> bool:
-        """Keep `key` from eviction; False if it is not stored."""
-        return self._store.pin(self.name(key))
+        """Whether `key` is stored: what was used last stays longest, and nothing is pinned."""
+        return self.contains(key, pin=True)
 
     def unpin(self, key: CacheEngineKey) -> bool:
-        """Take one pin back; False if there was none."""
-        return self._store.unpin(self.name(key))
+        """Nothing is pinned."""
+        return True
 
     def touch_cache(self) -> None:
         """Nothing to do: loads mark what they use, the start of a prompt as the last used."""
@@ -166,10 +143,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
     # The rest of LMCache's interface
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        """Remove a chunk, pinned or not, also one that is being written; False if there is none."""
-        name = self.name(key)
-        self._writes.wait(name)
-        return self._store.remove(name)
+        """Remove a chunk; False if there is none."""
+        return self._store.remove(self.name(key))
 
     def get_allocator_backend(self) -> LocalCPUBackend:
         """LMCache's CPU pool: what is stored comes from it, what is loaded goes to it."""
@@ -197,7 +172,10 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
             )
             if obj is None:
                 LOAD_DISK.failed("pool_full")
-                self._pool_full.log()
+                complain(
+                    "no room in LMCache's CPU pool for a whole load; cut short "
+                    "(docs: troubleshooting#pool-full)"
+                )
                 break
             objs.append(obj)
         return objs

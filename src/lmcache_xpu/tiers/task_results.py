@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lmcache.v1.distributed.internal_api import L2StoreResult
 
-__all__ = ["TaskAnswers", "TaskResults", "TimedTask", "after_all"]
+__all__ = ["Task", "TaskAnswers", "TaskResults", "after_all"]
 
 T = TypeVar("T")
 
@@ -101,15 +101,15 @@ class TaskAnswers:
             results.close()
 
 
-class TimedTask:
-    """A bit for each object of a task that ends in time. Hits after its end change nothing.
+class Task:
+    """A bit for each object of a task. Hits after its end change nothing.
 
     Thread-safe. Attributes: `number` of the task, and whether it is `over`.
 
     Args:
         results: where LMCache asks for them.
         count: of objects.
-        seconds: after which the task ends, whatever is missing.
+        seconds: after which the task ends, whatever is missing; None: never.
         on_timeout: called before that, in a thread of its own; must not raise.
     """
 
@@ -117,24 +117,24 @@ class TimedTask:
         self,
         results: TaskResults[Bitmap],
         count: int,
-        seconds: float,
-        on_timeout: Callable[[], None],
+        seconds: float | None = None,
+        on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = results.begin()
         self.over = False
         self._results = results
         self._hits = Bitmap(count)
         self._lock = threading.Lock()
-        self._timer = threading.Timer(seconds, self.end, (on_timeout,))
-        self._timer.daemon = True  # the end of the process does not wait for it
-        self._timer.start()
+        self._timer: threading.Timer | None = None
+        if seconds is not None:
+            self._timer = threading.Timer(seconds, self.end, (on_timeout,))
+            self._timer.daemon = True  # the end of the process does not wait for it
+            self._timer.start()
 
     def hit(self, index: int, fill: Callable[[], bool] = lambda: True) -> bool:
         """Set an object's bit, unless the task is over; returns whether it was set.
 
-        Args:
-            index: of the object.
-            fill: writes its memory, which is the task's until that ends; says whether it did.
+        `fill` writes its memory, which is the task's until that ends, and says whether it did.
         """
         with self._lock:
             if self.over or not fill():
@@ -148,23 +148,20 @@ class TimedTask:
             if self.over:
                 return
             self.over = True
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         before()
         self._results.end(self.number, self._hits)
 
 
 def after_all(parts: Sequence[Future[Any]], call: Callable[[], object]) -> None:
-    """Call a function when all futures have ended, in the last one's thread; now if there are none.
+    """Call a function when all futures have ended, in the last one's thread; it must not raise."""
+    left = itertools.count(len(parts), -1)  # `next` is atomic
 
-    It must not raise.
-    """
-    left = itertools.count(len(parts) - 1, -1)  # `next` is atomic
-
-    def ended(part: Future[Any]) -> None:
+    def ended(part: object = None) -> None:
         if not next(left):
             call()
 
     for part in parts:
         part.add_done_callback(ended)
-    if not parts:
-        call()
+    ended()

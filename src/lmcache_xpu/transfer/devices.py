@@ -8,6 +8,7 @@ others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter w
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import logging
 from array import array
@@ -25,11 +26,7 @@ _NO_STREAM = nullcontext()
 
 
 class Event:
-    """A point in a stream that other streams can wait for; on CPU it is always reached.
-
-    Args:
-        device: of the stream.
-    """
+    """A point in a stream of a device that others can wait for; on CPU it is always reached."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = None if is_host(device) else torch.Event(device=device)
@@ -54,20 +51,26 @@ class Event:
         return self._event is None or self._event.query()
 
 
-class StoreHandle(NamedTuple):
-    """Points in time of a store."""
+class Pinning(enum.IntEnum):
+    """How an allocation of host memory is pinned."""
 
-    gathered: Event  # the engine's blocks were read
-    done: Event  # host memory is complete
+    NONE = 0
+    REGISTERED = 1  # after it was allocated
+    ALLOCATED = 2  # from the beginning
+
+
+class StoreHandle(NamedTuple):
+    """When a store has read the engine's blocks, and when host memory is complete."""
+
+    gathered: Event
+    done: Event
 
 
 class SideStream:
     """A stream beside the engine's own, on one device.
 
-    Args:
-        device: of the engine.
-        urgent: whether its operations go before the engine's. Right for short kernels, which would
-            else wait while the link is idle. Copies gain nothing from it.
+    If it is urgent, its operations go before the engine's. That is right for short kernels, which
+    would else wait while the link is idle. Copies gain nothing from it.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
@@ -113,17 +116,9 @@ def address_table(addresses: Sequence[int]) -> torch.Tensor:
 def register_host(address: int, size: int, device: torch.device) -> bool:
     """Pin `size` bytes at `address` that are allocated already; return whether that worked.
 
-    CUDA's call is in its runtime, XPU's comes with vLLM. Without it copies go through other pinned
-    memory, so no error in it ends the engine.
+    Without it copies go through other pinned memory, so no error in it ends the engine.
     """
-    try:
-        if device.type == "cuda":
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            return int(runtime.cudaHostRegister(address, size, 0)) == 0
-        return device.type == "xpu" and _xpu_call("xpu_host_register", address, size)
-    except Exception as error:  # whatever a driver or another version of the call raises
-        _warn(device, "pin memory", error)
-        return False
+    return _host_call("pin memory", "Register", device, address, size)
 
 
 def unregister_host(address: int, device: torch.device) -> None:
@@ -131,41 +126,43 @@ def unregister_host(address: int, device: torch.device) -> None:
 
     No error in it ends the engine: the memory then stays pinned.
     """
+    _host_call("give back pinned memory", "Unregister", device, address)
+
+
+def _host_call(action: str, name: str, device: torch.device, address: int, *size: int) -> bool:
+    """Call CUDA's runtime, or an operation of vllm-xpu-kernels; False where there is none."""
     try:
         if device.type == "cuda":
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(address)
-        elif device.type == "xpu":
-            _xpu_call("xpu_host_unregister", address)
+            flags = (0,) * len(size)
+            return int(getattr(runtime, f"cudaHost{name}")(address, *size, *flags)) == 0
+        operation = getattr(torch.ops._C, f"xpu_host_{name.lower()}", None)
+        if device.type != "xpu" or operation is None:
+            return False
+        # Up to 0.1.16 it takes a number, then (csrc/utils/host_register.cpp) a tensor of a uint64.
+        if str(operation.default._schema.arguments[0].type) == "Tensor":
+            return bool(operation(address_table([address]).view(torch.uint64), *size))
+        return bool(operation(address, *size))
     except Exception as error:  # whatever a driver or another version of the call raises
-        _warn(device, "give back pinned memory", error)
-
-
-def _warn(device: torch.device, action: str, error: Exception) -> None:
-    logger.warning(
-        "%s can't %s: %s: %s (docs: troubleshooting#not-pinned)",
-        *(device, action, type(error).__name__, error),
-    )
-
-
-def _xpu_call(name: str, address: int, *size: int) -> bool:
-    """Call an operation of vllm-xpu-kernels; False without it.
-
-    Up to 0.1.16 it takes a number, then (csrc/utils/host_register.cpp) a tensor of one uint64.
-    """
-    operation = getattr(torch.ops._C, name, None)
-    if operation is None:
+        logger.warning(
+            "%s can't %s: %s: %s (docs: troubleshooting#not-pinned)",
+            *(device, action, type(error).__name__, error),
+        )
         return False
-    if str(operation.default._schema.arguments[0].type) == "Tensor":
-        return bool(operation(address_table([address]).view(torch.uint64), *size))
-    return bool(operation(address, *size))
+
+
+def kernels_need(device: torch.device) -> Pinning:
+    """Return how host memory must be pinned for kernels that address it.
+
+    CUDA maps memory that `register_host` pins into the device's address space. XPU's call prepares
+    it for copies only (SYCL's `prepare_for_device_copy`): kernels may address what was allocated
+    pinned, and nothing else.
+    """
+    return Pinning.ALLOCATED if device.type == "xpu" else Pinning.REGISTERED
 
 
 def most_pinned(device: torch.device) -> int | None:
-    """Return the bytes of the largest pinned allocation to ask for; None without a limit.
-
-    Only XPU's PyTorch and driver have one, see `pool_memory`.
-    """
+    """Return the bytes of the largest pinned allocation to ask for; None but for XPU's driver."""
     if device.type != "xpu":
         return None
     return pool_memory.limit(torch.xpu.get_device_properties(device).total_memory)

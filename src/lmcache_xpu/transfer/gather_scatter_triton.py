@@ -6,19 +6,26 @@ pointers made from integers.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.transfer.devices import address_table
+from lmcache_xpu.transfer.devices import Event, address_table, is_host
+from lmcache_xpu.transfer.gather_scatter import INTEGERS
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+
+# "0" leaves out the try whether kernels reach host memory: one that goes wrong may cost the device.
+# On XPU vLLM's own model runner reads it in each step (vllm/v1/worker/gpu/buffer_utils.py).
+KERNELS_READ_HOST_VARIABLE = "LMCACHE_XPU_KERNELS_READ_HOST"
 _WARM_ROWS = 16  # so that strides are as divisible as those of whole chunks
 
 
@@ -101,7 +108,6 @@ class TritonTransfer:
     head: int  # words that lie side by side: a head, or a whole row
     row: int  # words of a row
     tile: tuple[int, int]  # rows and words that one program moves at once
-    direct_programs: int  # that share a launch which reaches host memory
 
     @classmethod
     def of(cls, view: PagedView) -> TritonTransfer:
@@ -115,28 +121,26 @@ class TritonTransfer:
         size = view.dtype.itemsize
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
         width = math.gcd(8, head * size, *(s * size for s in strides), *addresses)
-        words = [value * size // width for value in (*strides, head, view.row_size)]
+        words = [*(value * size // width for value in (*strides, head)), view.row_bytes // width]
         table = address_table(addresses).to(view.device)
-        tuning = tuning_of(view.device.type)
-        tile = min(tuning.tile_words, triton.next_power_of_2(words[4]))
+        tile = min(TUNING.tile_words, triton.next_power_of_2(words[4]))
         return cls(
             addresses=tuple(table[layer * view.planes :] for layer in range(view.layers)),
-            word=_INTEGERS[width],
+            word=INTEGERS[width],
             planes=view.planes,
             rows=rows,
             strides=(words[0], words[1], words[2]),
             head=words[3],
             row=words[4],
-            tile=(max(1, tuning.tile_words // tile), tile),
-            direct_programs=tuning.direct_programs,
+            tile=(max(1, TUNING.tile_words // tile), tile),
         )
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of the view into `out`; see `TorchTransfer.gather`."""
+        """Do as `TorchTransfer.gather`."""
         self._launch(rows, out, first_layer, gather=True)
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of `source` into the view; see `TorchTransfer.scatter`."""
+        """Do as `TorchTransfer.scatter`."""
         self._launch(rows, source, first_layer, gather=False)
 
     def aligned(self, addresses: torch.Tensor) -> bool:
@@ -153,42 +157,75 @@ class TritonTransfer:
         gather: bool,
         offset: int = 0,
     ) -> None:
-        """Gather into, or scatter from, pinned host memory in one launch, without staging.
+        """Gather into, or scatter from, chunks of one size in pinned host memory, in one launch.
 
         Args:
             rows: of all chunks, one after another.
-            table: `[chunks]` int64 on the view's device, an address of each chunk in pinned memory;
-                `aligned` holds. All chunks are of the same size.
+            table: `[chunks]` int64 on the view's device, aligned addresses of the chunks.
             form: the first chunk as `[1, planes, layers, rows, row]`.
-            first_layer: of the view.
-            gather: from the view to the host; else from the host to the view.
             offset: bytes from each of these addresses to the chunk's first element.
         """
         self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
 
-    def warm_up(self) -> None:
-        """Compile what this view will need, by moving its first row out and in again.
+    def warm_up(self) -> bool:
+        """Compile what this view will need, and try whether kernels reach pinned host memory.
 
-        For an engine that does not use its cache yet.
+        For an engine that does not use its cache yet: the view's first row is moved out and in
+        again. Waits for the device. Without the try, or where it fails, everything is staged.
         """
-        row = self.first_row()
-        self.move_first_row(row, gather=True)
-        self.move_first_row(row, gather=False)
-
-    def first_row(self) -> torch.Tensor:
-        """Return bytes on the device for `move_first_row`, all 0xFF."""
         size = _WARM_ROWS * self.row * self.word.itemsize * self.planes
-        return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.addresses[0].device)
+        row = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.addresses[0].device)
+        self._move_first_row(row, gather=True)
+        reached = os.environ.get(KERNELS_READ_HOST_VARIABLE) != "0" and self._reaches_host(row)
+        self._move_first_row(row, gather=False)
+        return reached
 
-    def move_first_row(
+    def _reaches_host(self, row: torch.Tensor) -> bool:
+        # Logged before, since it is the last line if the device is lost.
+        logger.info(
+            "Trying whether kernels on %s reach pinned host memory (%s=0 leaves it out)",
+            row.device,
+            KERNELS_READ_HOST_VARIABLE,
+        )
+        try:
+            wrong = self._wrong_on_host(row)
+        except Exception as error:  # whatever a driver or a compiler raises
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong:
+            logger.warning(
+                "Kernels on %s don't reach pinned host memory: %s "
+                "(docs: troubleshooting#host-not-reached)",
+                row.device,
+                wrong,
+            )
+        return not wrong
+
+    def _wrong_on_host(self, row: torch.Tensor) -> str | None:
+        """Return what is wrong with host memory that a kernel writes and reads; None if nothing.
+
+        Leaves other bytes in the view's first row; `row` holds its own.
+        """
+        host = torch.empty(row.shape, dtype=torch.uint8, pin_memory=not is_host(row.device))
+        table = address_table([host.data_ptr()]).to(row.device)
+        host.fill_(0xFF)
+        self._move_first_row(host, table, gather=True)
+        expected = row.cpu()  # waits for both
+        if not torch.equal(host, expected):
+            return "other bytes arrived"
+        host.copy_(expected.bitwise_not())  # bytes that the view does not hold yet
+        back, done = torch.zeros_like(row), Event(row.device)
+        self._move_first_row(host, table, gather=False)
+        done.record()
+        done.synchronize()  # the host's memory is given up here
+        self._move_first_row(back, gather=True)
+        return None if torch.equal(back.cpu(), host) else "other bytes were read"
+
+    def _move_first_row(
         self, row: torch.Tensor, table: torch.Tensor | None = None, *, gather: bool
     ) -> None:
         """Move the first row of the view's first layer, in every form that `_launch` compiles.
 
-        Args:
-            row: bytes as `first_row` makes them, on the device, or in pinned host memory.
-            table: `[1]` int64 on the device, the address of `row` if that is in host memory.
-            gather: from the view; else into it.
+        `row` is on the device, or in pinned host memory, whose address `table` then has.
         """
         at = torch.zeros(1, dtype=torch.int64, device=self.addresses[0].device)
         words = row.view(self.word)
@@ -217,7 +254,7 @@ class TritonTransfer:
         planes = words.shape[2] * self.planes
         tiles = -(-count // rows_tile) * -(-self.row // tile) * planes
         # Staged memory is the device's, whose speed needs the full grid.
-        grid = (tiles if table is None else min(tiles, self.direct_programs),)
+        grid = (tiles if table is None else min(tiles, TUNING.direct_programs),)
         _paged_copy[grid](
             addresses,
             rows.engine,

@@ -1,13 +1,12 @@
 """Copies between LMCache's host memory and the device memory that they are staged in.
 
 A device copies by itself only from and to pinned memory. Where LMCache did not pin its pool (see
-`pool_memory`) it is pinned here, if the driver allows that. If not, copies go through a small ring
-of pinned memory, and the calling thread moves the bytes between that and LMCache's memory.
+`pool_memory`) it is pinned here, if the driver allows that. If not, copies go through other pinned
+memory, and the calling thread moves the bytes between that and LMCache's memory.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,9 +15,9 @@ from typing import NamedTuple, Self
 import torch
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.transfer.devices import Event, is_host, register_host
+from lmcache_xpu.transfer.devices import Event, Pinning, is_host, register_host
 from lmcache_xpu.transfer.plan import HostMemory
-from lmcache_xpu.transfer.tuning import tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -26,113 +25,78 @@ SMALLEST_STAGING_BYTES = 2 * 2**20
 _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
 
-class Pinning(enum.IntEnum):
-    """How an allocation of host memory is pinned."""
-
-    NONE = 0
-    REGISTERED = 1  # after it was allocated
-    ALLOCATED = 2  # from the beginning
-
-
 class HostCopies:
     """Copies between a device and host memory; looks up once how each allocation is pinned.
 
-    Args:
-        device: that copies.
-        ring_bytes: pinned memory of each of the ring's two steps, allocated at the first need.
-        register: pins memory, by address and size.
+    `register` pins memory, by address and size.
     """
 
     def __init__(
         self,
         device: torch.device,
-        ring_bytes: int,
         register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self._device = device
         self._register = register
-        self._ring_bytes = ring_bytes
-        self._ring: list[_Step] = []
-        self._turn = 0
         self._pinning: dict[tuple[int, int], Pinning] = {}
-        # Addresses of the allocation that was looked up last, and how it is pinned.
-        self._last, self._last_pinning = range(0), Pinning.NONE
+        self._passing: deque[Event] = deque()  # copies from memory that is not pinned
 
     def pinned(self, memory: HostMemory, at_least: Pinning = Pinning.REGISTERED) -> bool:
         """Whether all of this memory is pinned at least so.
 
         Pins a pool that is not, which takes seconds for GiB.
         """
-        if memory and self._pinning_of(memory[0]) and all(at in self._last for at in memory.reach):
-            return self._last_pinning >= at_least  # a pool is one allocation
-        return all(self._pinning_of(part) >= at_least for part in memory)
+        if memory.pinning is None:
+            storages = list(map(torch.Tensor.untyped_storage, memory))
+            parts = {
+                (s.data_ptr(), s.nbytes()): part for part, s in zip(memory, storages, strict=True)
+            }
+            for allocation in parts.keys() - self._pinning.keys():
+                self._pinning[allocation] = self._pin(parts[allocation], *allocation)
+            memory.pinning = min(map(self._pinning.__getitem__, parts), default=Pinning.ALLOCATED)
+        return memory.pinning >= at_least
 
     def forget(self, memory: torch.Tensor) -> None:
         """Forget an allocation that is about to go; another one may get its addresses."""
         storage = memory.untyped_storage()
         self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
-        self._last, self._last_pinning = range(0), Pinning.NONE
 
     def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
-        """Enqueue copies from the host; `parts` may be reused when the current stream is done.
+        """Enqueue copies from parts of the host, flat bytes, one after another into `target`.
 
-        Args:
-            target: bytes on the device for all parts, one after another.
-            parts: bytes of the host, flat.
-            pinned: what `pinned` said of them. If not, this waits for the copy before the last.
+        They may be reused when the current stream is done. If they are not `pinned`, this waits for
+        the copy before the last.
         """
         if pinned:
             torch._foreach_copy_(_split(target, parts), list(parts), non_blocking=True)
             return
-        step = self._next_step()
-        staged = step.memory(target.numel())
-        torch._foreach_copy_(_split(staged, parts), list(parts))
-        target.copy_(staged, non_blocking=True)
-        step.used.record()
+        if len(self._passing) > 1:
+            self._passing.popleft().synchronize()
+        passing = self._pinned_as(target)  # PyTorch keeps it until its copy is done
+        torch._foreach_copy_(_split(passing, parts), list(parts))
+        target.copy_(passing, non_blocking=True)
+        self._passing.append(Event(self._device))
+        self._passing[-1].record()
 
     def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
-        """Enqueue copies to the host; complete after `flush` when the current stream is done.
-
-        Arguments as for `load`, in the other direction.
-        """
+        """Do as `load` in the other direction; waits for the copies if not `pinned`."""
         if pinned:
             torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
             return
-        step = self._next_step()
-        staged = step.memory(source.numel())
-        staged.copy_(source, non_blocking=True)
-        step.used.record()
-        step.pending = parts, _split(staged, parts)
+        passing, done = self._pinned_as(source), Event(self._device)
+        passing.copy_(source, non_blocking=True)
+        done.record()
+        done.synchronize()
+        torch._foreach_copy_(list(parts), _split(passing, parts))
 
-    def flush(self) -> None:
-        """Finish stores to memory that is not pinned; waits for them."""
-        for offset in range(1, len(self._ring) + 1):  # the older one first
-            self._ring[(self._turn + offset) % len(self._ring)].finish()
-
-    def _next_step(self) -> _Step:
-        if not self._ring:
-            self._ring = [_Step(self._device, self._ring_bytes) for _ in range(2)]
-        self._turn = (self._turn + 1) % len(self._ring)
-        step = self._ring[self._turn]
-        step.finish()
-        return step
-
-    def _pinning_of(self, part: torch.Tensor) -> Pinning:
-        if part.data_ptr() in self._last:
-            return self._last_pinning
-        storage = part.untyped_storage()
-        allocation = (storage.data_ptr(), storage.nbytes())
-        pinning = self._pinning.get(allocation)
-        if pinning is None:
-            pinning = self._pinning[allocation] = self._pin(part, *allocation)
-        if pinning:
-            self._last, self._last_pinning = range(allocation[0], sum(allocation)), pinning
-        return pinning
+    def _pinned_as(self, memory: torch.Tensor) -> torch.Tensor:
+        pin = not is_host(self._device)
+        return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
 
     def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():
             return Pinning.ALLOCATED
-        if size < tuning_of(self._device.type).pool_bytes:
+        if size < TUNING.pool_bytes:
             return Pinning.NONE
         registered = self._register(address, size, self._device)
         logger.info(
@@ -140,7 +104,7 @@ class HostCopies:
             size / 2**30,
             f"it is now, for {self._device}"
             if registered
-            else f"{self._device} can't pin it, so copies go through a ring of pinned memory",
+            else f"{self._device} can't pin it, so copies go through other pinned memory",
         )
         return Pinning.REGISTERED if registered else Pinning.NONE
 
@@ -148,33 +112,6 @@ class HostCopies:
 def _split(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return memory as views of the sizes of these parts, one after another."""
     return list(memory.split_with_sizes([part.numel() for part in parts]))
-
-
-class _Step:
-    """Pinned memory for one copy at a time."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.used = Event(device)
-        self.pending: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
-        self._pin = not is_host(device)
-        self._memory = self._allocated(size)
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Return its first bytes; it grows if it has to."""
-        if nbytes > len(self._memory):
-            self._memory = self._allocated(nbytes)
-        return self._memory[:nbytes]
-
-    @torch.inference_mode(False)  # written from either mode
-    def _allocated(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-
-    def finish(self) -> None:
-        """Wait for the copy, and move what it stored to LMCache's memory."""
-        self.used.synchronize()
-        for target, source in zip(*self.pending, strict=True):
-            target.copy_(source)
-        self.pending = ((), ())
 
 
 class Buffer(NamedTuple):
@@ -187,13 +124,13 @@ class Buffer(NamedTuple):
 
 
 class StagingRing:
-    """Device memory of which each piece takes as much as it needs, in turn.
+    """Device memory, allocated here, of which each piece takes as much as it needs.
 
     Args:
         buffer_bytes: of the largest piece.
         count: of pieces of that size that fit at once. At least two, so that one is copied while
             another is gathered or scattered; 0 where nothing is staged.
-        device: of the memory, which is allocated here.
+        device: of the memory.
     """
 
     def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:
@@ -205,17 +142,16 @@ class StagingRing:
 
     @classmethod
     def allocate(cls, staging_bytes: int | None, device: torch.device) -> Self:
-        """Allocate `staging_bytes`, or what the device is tuned for.
+        """Allocate `staging_bytes`, or `Tuning.staging_bytes`.
 
         Where there is not enough memory, half of it is tried, and so on.
 
         Raises:
             SettingsError: not even the least can be allocated.
         """
-        tuning = tuning_of(device.type)
-        size = requested = tuning.staging_bytes if staging_bytes is None else staging_bytes
+        size = requested = TUNING.staging_bytes if staging_bytes is None else staging_bytes
         while size >= SMALLEST_STAGING_BYTES:
-            buffer_bytes = min(size // 2, tuning.buffer_bytes)
+            buffer_bytes = min(size // 2, TUNING.buffer_bytes)
             try:
                 ring = cls(buffer_bytes, size // buffer_bytes, device)
             except torch.OutOfMemoryError:

@@ -38,17 +38,11 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """What one token's KV must look like, whatever the layout.
+    """What one token's KV must look like, whatever the layout."""
 
-    Args:
-        hidden: elements of one token in one plane: heads x head size (MLA: the latent's size).
-        mla: one latent plane instead of keys and values.
-        kv_layout: the memory order the engine names (`NHD`, `HND`, or a vLLM layout name such
-            as `LBNHC`); None where it names none.
-    """
-
-    hidden: int
-    mla: bool = False
+    hidden: int  # elements of one token in one plane: heads x head size (MLA: the latent's size)
+    mla: bool = False  # one latent plane instead of keys and values
+    # The memory order that the engine names (NHD, HND, or a layout of vLLM such as LBNHC), if any.
     kv_layout: str | None = None
 
     def __post_init__(self) -> None:
@@ -63,33 +57,19 @@ class Geometry:
         """Planes in LMCache's host format: keys and values, or one latent."""
         return 1 if self.mla else 2
 
-    @property
-    def tokens_outside(self) -> bool | None:
-        """Whether the engine says that tokens enclose heads in memory; None: it says nothing."""
-        if self.kv_layout is None:
-            return None
-        name = self.kv_layout.upper()
-        return name.index("N") < name.index("H")
-
 
 def find_axes(
     shape: Sequence[int], stride: Sequence[int], geometry: Geometry, *, pair: bool = False
 ) -> str:
-    """Return the letters of a layer's dimensions.
-
-    Args:
-        shape: of the layer's tensor; of one of the two for a (K, V) pair.
-        stride: in elements, as long as `shape`.
-        geometry: what a token's KV must look like.
-        pair: the engine handed over keys and values as two tensors.
+    """Return the letters of the dimensions of a layer's tensor, or of each of a (K, V) pair.
 
     Raises:
         LayoutError: no reading fits, or more than one does.
     """
     readings = PAIR if pair else LATENT if geometry.mla else FUSED + SPLIT
     fits = [axes for axes in readings if _sizes_fit(axes, shape, geometry)]
-    outside = geometry.tokens_outside
-    if outside is not None:
+    if name := (geometry.kv_layout or "").upper():
+        outside = name.index("N") < name.index("H")  # tokens enclose heads
         fits = [axes for axes in fits if _order_fits(axes, shape, stride, outside)]
     if len({_reading(axes, shape, stride) for axes in fits}) == 1:
         return fits[0]
@@ -130,9 +110,7 @@ def _reading(
 
 
 def _order_fits(axes: str, shape: Sequence[int], stride: Sequence[int], outside: bool) -> bool:
-    if "h" not in axes:
-        return True
-    n, h = axes.index("n"), axes.index("h")
-    if 1 in (shape[n], shape[h]):  # the stride of a dimension of size 1 says nothing
+    n, h = axes.index("n"), axes.find("h")
+    if h < 0 or 1 in (shape[n], shape[h]):  # the stride of a dimension of size 1 says nothing
         return True
     return (stride[n] > stride[h]) == outside

@@ -8,7 +8,7 @@ which engine or layout it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,21 +18,24 @@ from lmcache_xpu.transfer.layout import Geometry, find_axes
 EngineLayer = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PagedView:
     """A view of the engine's KV cache; holds no memory of its own.
 
-    Args:
-        tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory, all
-            with the same shape, strides, dtype and device; the last stride is 1.
-        tokens_per_row: 1, or the tokens of a block where blocks are opaque.
-
     Raises:
-        LayoutError: tensors that differ.
+        LayoutError: no tensors, or tensors that differ in shape, strides, dtype or device.
     """
 
+    # [layer][plane], each [blocks, rows, heads, dim] on the engine's memory; the last stride is 1
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    tokens_per_row: int = 1
+    tokens_per_row: int = 1  # or the tokens of a block where blocks are opaque
+    layers: int = field(init=False)
+    planes: int = field(init=False)  # 2 for keys and values; 1 for MLA and for opaque blocks
+    shape: torch.Size = field(init=False)  # blocks, rows per block, heads and dim
+    strides: tuple[int, ...] = field(init=False)  # in elements, in the order of `shape`
+    row_bytes: int = field(init=False)  # of one layer and plane
+    dtype: torch.dtype = field(init=False)  # the engine's; bytes are moved, never converted
+    device: torch.device = field(init=False)
 
     @classmethod
     def from_engine(
@@ -60,8 +63,8 @@ class PagedView:
                 f"{len(kv_caches)} layers of KV cache",
                 f"{num_layers}, the model's layers as LMCache counts them",
             )
-        if num_layers == 0:
-            raise LayoutError("no layers", "at least one layer of KV cache")
+        if not num_layers:
+            return cls(tensors=())
         first = kv_caches[0]
         pair = not isinstance(first, torch.Tensor)
         head = first if isinstance(first, torch.Tensor) else first[0]
@@ -83,49 +86,14 @@ class PagedView:
         Raises:
             LayoutError: no layers, or layers that differ.
         """
-        if not pages:
-            raise LayoutError("no layers", "at least one layer of KV cache")
         tensors = tuple((page[:, None, None, :],) for page in pages)
         return cls(tensors=tensors, tokens_per_row=block_tokens)
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.tensors)
-
-    @property
-    def planes(self) -> int:
-        """Number of planes: 2 for keys and values; 1 for MLA's latent and for opaque blocks."""
-        return len(self.tensors[0])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Numbers of blocks, rows per block, heads and dim, the same in every layer and plane."""
-        return self.tensors[0][0].shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides in elements, in the order of `shape`."""
-        return self.tensors[0][0].stride()
-
-    @property
-    def row_size(self) -> int:
-        """Elements of one row in one layer and plane."""
-        return self.shape[2] * self.shape[3]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The engine's dtype; bytes are moved, never converted."""
-        return self.tensors[0][0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the engine's memory."""
-        return self.tensors[0][0].device
-
     def __post_init__(self) -> None:
-        reference = self.tensors[0][0]
-        expected = _described(reference)
+        first = self.tensors[0][0] if self.tensors else None
+        if first is None:
+            raise LayoutError("no layers", "at least one layer of KV cache")
+        expected = _described(first)
         for index, layer in enumerate(self.tensors):
             for tensor in layer:
                 if _described(tensor) != expected:
@@ -134,10 +102,19 @@ class PagedView:
                         f"{expected} as in layer 0",
                         "Models whose layers have different KV shapes are not supported.",
                     )
-        if reference.shape[-1] > 1 and reference.stride(-1) != 1:
+        if first.shape[-1] > 1 and first.stride(-1) != 1:
             raise LayoutError(
-                f"a head dimension with stride {reference.stride(-1)}", "stride 1, contiguous heads"
+                f"a head dimension with stride {first.stride(-1)}", "stride 1, contiguous heads"
             )
+        vars(self).update(
+            layers=len(self.tensors),
+            planes=len(self.tensors[0]),
+            shape=first.shape,
+            strides=first.stride(),
+            row_bytes=first.shape[2] * first.shape[3] * first.itemsize,
+            dtype=first.dtype,
+            device=first.device,
+        )
 
 
 def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
@@ -147,12 +124,8 @@ def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
     A layer of several tensors, such as a recurrent layer's states, has all of them in one page: the
     first begins with the page, and its blocks are a page apart.
 
-    Args:
-        layer: the first dimension of its tensor counts blocks, or equal parts of blocks.
-        blocks: of the engine.
-
     Raises:
-        LayoutError: another first dimension.
+        LayoutError: the first dimension counts neither blocks nor equal parts of them.
     """
     tensor = layer if isinstance(layer, torch.Tensor) else layer[0]
     parts, rest = divmod(tensor.shape[0], max(blocks, 1))
@@ -164,26 +137,22 @@ def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:
     size = tensor.element_size()
     page = tensor.stride(0) * size * parts
     if not isinstance(layer, torch.Tensor):
-        return [_bytes_at(tensor, int(tensor.storage_offset()) * size, blocks, page, page)]
+        return [bytes_at(tensor, int(tensor.storage_offset()) * size, blocks, page, page)]
     run, outer = size, list[tuple[int, int]]()
-    for step, extent in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
+    inside = sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True))
+    for step, extent in [*inside, (tensor.stride(0), parts)]:
         if extent > 1 and step * size == run and not outer:
             run *= extent
         elif extent > 1:
             outer.append((step * size, extent))
-    if parts > 1:
-        if outer or run * parts != page:
-            outer.append((tensor.stride(0) * size, parts))
-        else:
-            run = page
     places = [0]
     for step, extent in reversed(outer):
         places = [place + step * index for place in places for index in range(extent)]
     start = int(tensor.storage_offset()) * size
-    return [_bytes_at(tensor, start + place, blocks, page, run) for place in places]
+    return [bytes_at(tensor, start + place, blocks, page, run) for place in places]
 
 
-def _bytes_at(tensor: torch.Tensor, start: int, blocks: int, step: int, size: int) -> torch.Tensor:
+def bytes_at(tensor: torch.Tensor, start: int, blocks: int, step: int, size: int) -> torch.Tensor:
     """Return bytes of a tensor's memory, `size` of them every `step`."""
     with torch.inference_mode(False):  # what is kept may be written from either mode
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -217,18 +186,12 @@ def _ordered(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 def _opaque_planes(layer: EngineLayer, axes: str, count: int) -> tuple[torch.Tensor, ...]:
     """Return a layer's blocks as rows of one plane, `[block, 1, 1, elements of a block]`."""
-    if not isinstance(layer, torch.Tensor) or axes != "bhnc" or count != 2:
-        raise LayoutError(
-            f"opaque blocks in a KV cache read as {axes!r} with {count} plane(s)",
-            "vLLM's [B, H, N, C] with keys and values in C",
-        )
-    blocks, inside = layer.shape[0], layer.shape[1:]
-    size = 1
-    for stride, extent in sorted(zip(layer.stride()[1:], inside, strict=True)):
-        if extent > 1 and stride != size:
-            raise LayoutError(
-                f"opaque blocks of shape {list(inside)} with strides {list(layer.stride()[1:])}",
-                "blocks whose bytes lie side by side, because only whole blocks can be copied",
-            )
-        size *= extent
-    return (layer.as_strided((blocks, 1, 1, size), (layer.stride(0), size, size, 1)),)
+    if isinstance(layer, torch.Tensor) and axes == "bhnc" and count == 2:
+        pages = pages_of(layer, layer.shape[0])
+        if len(pages) == 1:
+            return (pages[0].view(layer.dtype)[:, None, None],)
+        axes = f"{axes} of strides {list(layer.stride())}"
+    raise LayoutError(
+        f"opaque blocks in a KV cache read as {axes} with {count} plane(s)",
+        "vLLM's [B, H, N, C] with keys and values in C, and the bytes of a block side by side",
+    )

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from lmcache_xpu.errors import TransferError
-from lmcache_xpu.transfer.devices import address_table
+from lmcache_xpu.transfer.devices import Pinning, address_table
 from lmcache_xpu.transfer.slots import RequestRows
 
 Order = Literal["planes", "layers", "rows"]
@@ -59,23 +59,19 @@ class HostMemory(list[torch.Tensor]):
 
     Attributes:
         tables: by range of chunks, their addresses on the device, or None where kernels can't use
-            them; filled by `HostKernels`.
+            them; filled by `Stager`.
+        pinning: the least of all chunks; looked up by `HostCopies`.
     """
 
     def __init__(self, chunks: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(chunks)
         self.tables: dict[range, torch.Tensor | None] = {}
+        self.pinning: Pinning | None = None
 
     @cached_property
     def addresses(self) -> torch.Tensor:
         """Addresses of the chunks, `[chunks]` int64 on the host; see `address_table`."""
         return address_table(list(map(torch.Tensor.data_ptr, self)))
-
-    @cached_property
-    def reach(self) -> tuple[int, int]:
-        """The lowest and the highest address of at least one chunk."""
-        lowest, highest = map(int, torch.aminmax(self.addresses))
-        return lowest, highest
 
     @cached_property
     def devices(self) -> set[torch.device]:
@@ -85,24 +81,14 @@ class HostMemory(list[torch.Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some layers of neighbouring chunks of one size, which one kernel launch can move.
-
-    Args:
-        form: how a chunk lies in host memory.
-        chunks: numbers of the chunks in the request.
-        layers: those of the host memory.
-        rows: of the whole request.
-        row_bytes: bytes of one row in one layer and plane.
-        offsets: bytes from the beginning of each chunk to each of its segments.
-        segment_bytes: bytes of a segment.
-    """
+    """Some layers of neighbouring chunks of one size, which one kernel launch can move."""
 
     form: HostFormat
-    chunks: range
-    layers: range
-    rows: RequestRows
-    row_bytes: int
-    offsets: tuple[int, ...]
+    chunks: range  # their numbers in the request
+    layers: range  # those of the host memory
+    rows: RequestRows  # of the whole request
+    row_bytes: int  # of one layer and plane
+    offsets: tuple[int, ...]  # bytes from the beginning of each chunk to each of its segments
     segment_bytes: int
 
     @property
@@ -110,18 +96,14 @@ class Piece:
         """Bytes of all segments."""
         return len(self.chunks) * len(self.offsets) * self.segment_bytes
 
-    def part(self, first: int, last: int) -> Piece:
-        """Return the piece of chunks `first` to `last - 1`, counted from this piece's first."""
-        return replace(self, chunks=self.chunks[first:last])
-
     def parts(self, buffer_bytes: int) -> Iterator[Piece]:
         """Yield as few pieces of the same that fit a buffer; one per chunk where none does."""
         count = max(1, buffer_bytes // max(1, len(self.offsets) * self.segment_bytes))
         for first in range(0, len(self.chunks), count):
-            yield self.part(first, first + count)
+            yield replace(self, chunks=self.chunks[first : first + count])
 
     def segments(self, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the segments as views of `memory`, all chunks of the request, flat bytes each."""
+        """Return the segments as views of the request's chunks, flat bytes each."""
         return [
             memory[number].narrow(0, offset, self.segment_bytes)
             for number in self.chunks
@@ -135,8 +117,7 @@ class Piece:
         """
         rows = self.rows.totals[self.chunks.start]
         size = rows * self.form.layers * self.form.planes * self.row_bytes
-        own = memory if memory.numel() == size else memory.narrow(0, 0, size)
-        whole = self.form.shaped(own, 1, self.form.layers, self.row_bytes)
+        whole = self.form.shaped(memory[:size], 1, self.form.layers, self.row_bytes)
         return whole[:, :, self.layers.start : self.layers.stop]
 
     def staged(self, memory: torch.Tensor) -> torch.Tensor:

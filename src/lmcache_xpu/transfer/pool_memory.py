@@ -40,8 +40,7 @@ PART_OF_CARD = 0.9
 def limit(card_bytes: int | None = None) -> int:
     """Return the bytes of the largest pinned allocation to ask for at once.
 
-    Args:
-        card_bytes: memory of the card, or of the smallest one; None where that is not known.
+    `card_bytes` are the memory of the smallest card, where that is known.
     """
     most = MOST_GIB * GIB
     return most if card_bytes is None else min(most, int(PART_OF_CARD * card_bytes))
@@ -70,12 +69,7 @@ def risky(environ: Mapping[str, str], torch: str | None) -> bool:
 def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[str, str]:
     """Return variables that let PyTorch pin exactly what it is asked for, added to what is set.
 
-    Args:
-        environ: of the engine. What it says of pinned memory already stays.
-        torch: version of PyTorch.
-
-    Returns:
-        An empty dict for a PyTorch that does not know the option.
+    None for a version of PyTorch that does not know the option, or where it is told already.
     """
     if _version(torch) < SINCE or exact_above(environ) < math.inf:
         return {}
@@ -96,15 +90,10 @@ def _options(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 class PoolMemory:
-    """LMCache's operations that allocate and free its pool, pinned where that fits.
+    """`lmcache.device_ops` that allocate and free LMCache's pool, pinned up to `most` bytes.
 
     Other memory is page-aligned, zero, resident and exactly as large as asked for. It stays until
     the process ends: the driver may know it.
-
-    Args:
-        ops: LMCache's operations of the device, `lmcache.device_ops`.
-        most: bytes of the largest pinned allocation.
-        environ: of this process.
     """
 
     def __init__(self, ops: Any, most: int, environ: Mapping[str, str]) -> None:
@@ -134,11 +123,7 @@ class PoolMemory:
         return address not in self._pools
 
     def allocate(self, size: int, flags: int = 0) -> int:
-        """Return the address of `size` bytes of zeros.
-
-        Raises:
-            OSError: there is not so much memory.
-        """
+        """Return the address of `size` bytes of zeros; OSError if there is not so much memory."""
         if fits(size, self._most, self._environ):
             address: int = self._allocate(size, flags)
             return address

@@ -1,8 +1,7 @@
 """Which rows of the paged view the chunks of a request mean: by slots, or by blocks.
 
 A slot is `block * tokens per block + token in block`, as vLLM numbers them; a negative slot
-maps to nothing. A row of the view is one token, or one block where blocks are opaque. All of it is
-computed on the host, so nothing waits for the device.
+maps to nothing. All of it is computed on the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ from lmcache_xpu.transfer.paged_view import PagedView
 
 
 class Rows(NamedTuple):
-    """Which rows of a chunk, or of several, go to which rows of the paged view."""
+    """Which rows of some chunks go to which rows of the paged view."""
 
     engine: torch.Tensor  # [n] int64, row numbers: block * rows per block + row
     host: torch.Tensor | None  # [n] int64, rows of the chunk; None for all of them in order
 
 
 def blocks_of(slots: torch.Tensor, block_tokens: int) -> set[int]:
-    """Return the engine's blocks of slots, which are on the host; unmapped slots have none.
-
-    A block has `block_tokens` tokens.
-    """
-    blocks = torch.unique_consecutive(slots[slots >= 0] // block_tokens)
-    return set(blocks.tolist())
+    """Return the engine's blocks of slots, which are on the host; unmapped slots have none."""
+    return set(torch.unique_consecutive(slots[slots >= 0] // block_tokens).tolist())
 
 
 class RequestRows:
@@ -71,27 +66,28 @@ class RequestRows:
 
         Made once, for all layers. May enqueue a copy in the current stream; waits for nothing.
         """
-        if (made := self._made.get((first, last))) is None:
-            made = self._made[first, last] = self._make(self._spans[first:last])
-        return made
-
-    def _make(self, spans: Sequence[tuple[int, int, int]]) -> Rows:
+        if (made := self._made.get((first, last))) is not None:
+            return made
+        spans = self._spans[first:last]
         starts, moves, ends = zip(*spans, strict=True)
-        if not self._holes and starts == moves:
-            if starts[1:] != ends[:-1]:
-                parts = [self._rows[start:end] for start, _, end in spans]
-                return Rows(upload(torch.cat(parts), self._device), None)
+        if self._holes or starts != moves:
+            engine, host, before = [], [], 0
+            for start, move, end in spans:
+                mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
+                engine.append(self._rows[mapped])
+                host.append(mapped - start + before)
+                before += end - start
+            both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
+            made = Rows(both[0], both[1])
+        elif starts[1:] != ends[:-1]:
+            parts = [self._rows[start:end] for start, _, end in spans]
+            made = Rows(upload(torch.cat(parts), self._device), None)
+        else:
             if self._on_device is None:
                 self._on_device = upload(self._rows, self._device)
-            return Rows(self._on_device[starts[0] : ends[-1]], None)
-        engine, host, before = [], [], 0
-        for start, move, end in spans:
-            mapped = (self._rows[move:end] >= 0).nonzero().squeeze(1) + move
-            engine.append(self._rows[mapped])
-            host.append(mapped - start + before)
-            before += end - start
-        both = upload(torch.stack([torch.cat(engine), torch.cat(host)]), self._device)
-        return Rows(both[0], both[1])
+            made = Rows(self._on_device[starts[0] : ends[-1]], None)
+        self._made[first, last] = made
+        return made
 
 
 def request_rows(
@@ -119,8 +115,6 @@ def request_rows(
                 f"a chunk of tokens {start}:{end} with {count} slots",
                 "0 <= start <= end <= the number of slots",
             )
-        if size == 1:
-            continue
         skip = min(end - start, max(0, cached - start))
         if start % size or (end - start) % size or skip % size:
             raise SlotError(
@@ -129,11 +123,10 @@ def request_rows(
                 "Use a chunk size that is a multiple of the block size, and no partial chunks.",
             )
     rows = slots if size == 1 else _whole_blocks(slots, size, spans)
-    cached_rows = -(-cached // size)
-    in_rows = [
-        (start // size, min(end // size, max(start // size, cached_rows)), end // size)
-        for start, end in spans
-    ]
+    in_rows = []
+    for start, end in spans:
+        first, last = start // size, end // size
+        in_rows.append((first, min(last, max(first, -(-cached // size))), last))
     return RequestRows(view, rows, in_rows)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,32 +21,34 @@ from lmcache_xpu.transfer.devices import (
     StoreHandle,
     has_triton,
     is_host,
+    kernels_need,
     register_host,
+    upload,
 )
-from lmcache_xpu.transfer.direct import HostKernels
 from lmcache_xpu.transfer.gather_scatter import TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
 from lmcache_xpu.transfer.slots import RequestRows
-from lmcache_xpu.transfer.tuning import Tuning, tuning_of
+from lmcache_xpu.transfer.tuning import TUNING
 
 if TYPE_CHECKING:  # not everywhere there is Triton
     from lmcache_xpu.transfer.gather_scatter_triton import TritonTransfer
 
 
 class Stager:
-    """Stores and loads chunks of one paged view.
+    """Stores and loads chunks of one paged view, which is not in use yet when this is made.
 
     Calls only enqueue, and wait for nothing, as long as host memory is pinned (see `HostCopies`).
     Calls for several layer groups of the same chunks should pass the same `HostMemory`.
 
     Args:
-        view: the engine's KV cache.
-        staging_bytes: device memory of all buffers, see `StagingRing.allocate`. None is used where
-            the view is on the host.
+        staging_bytes: device memory for staging, see `StagingRing.allocate`; none on the host.
         in_place: memory on the view's device is not staged. Off for tests.
         register: pins memory that is not, by address and size.
+
+    Attributes:
+        reaches_host: kernels move pinned host memory themselves.
 
     Raises:
         SettingsError: not even the least can be allocated.
@@ -63,8 +65,8 @@ class Stager:
         self.view = view
         self.device = view.device
         self._in_place = in_place
-        self._transfer = transfer_of(view)
-        self._transfer.warm_up()
+        self._transfer: Any = transfer_of(view)
+        self.reaches_host: bool = self._transfer.warm_up()
         self._kernels = SideStream(self.device, urgent=True)
         self._link = SideStream(self.device, urgent=False)
         if in_place and is_host(self.device):
@@ -72,8 +74,7 @@ class Stager:
         else:
             self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
-        self._host = HostCopies(self.device, self.buffer_bytes, register)
-        self._direct = HostKernels.of(self._transfer, self.device, self._host)
+        self._host = HostCopies(self.device, register)
 
     def pin(self, pool: torch.Tensor) -> None:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
@@ -84,62 +85,42 @@ class Stager:
         """Forget memory that is about to go, once nothing copies from or to it."""
         self._host.forget(pool)
 
-    @property
-    def tuning(self) -> Tuning:
-        """The numbers that suit the view's device."""
-        return tuning_of(self.device.type)
-
-    @property
-    def reaches_host(self) -> bool:
-        """Whether kernels move pinned host memory."""
-        return self._direct is not None
-
     def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
         """Return where the chunks of a request go; see `Plan`."""
-        row_bytes = self.view.row_size * self.view.dtype.itemsize
-        return Plan(form, rows, row_bytes, self.buffer_bytes, starts)
+        return Plan(form, rows, self.view.row_bytes, self.buffer_bytes, starts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
         self._kernels.after_engine()
 
     def let_engine_copy(self) -> None:
-        """Order copies that follow after what the engine has enqueued so far.
-
-        Its own few bytes for a step may else wait for all of a load.
-        """
+        """Order copies that follow behind the engine's own few bytes, which would else wait."""
         self._link.after_engine()
 
     def needs_no_copies(self, pieces: Sequence[Piece], memory: HostMemory) -> bool:
-        """Whether a load of these pieces on an idle device is for kernels only.
-
-        May enqueue the upload of the memory's addresses; once, as `load` does.
-        """
+        """Whether a load of these pieces on an idle device is for kernels only, but an upload."""
         if not self.buffer_bytes:
             return True
-        if self._direct is None:
+        small = all(piece.segment_bytes < TUNING.direct_bytes_idle for piece in pieces)
+        few = sum(piece.nbytes for piece in pieces) <= TUNING.direct_launch_bytes
+        if not (self.reaches_host and (small or few)):
             return False
         with self._kernels.current():
-            return self._direct.suits(pieces, memory)
+            return all(self._table(piece, memory) is not None for piece in pieces)
 
     def store(
         self, pieces: Sequence[Piece], memory: HostMemory, first_layer: int = 0
     ) -> StoreHandle:
-        """Enqueue a store from the view into host memory.
+        """Enqueue a store of a plan's pieces from the view into host memory.
 
-        Args:
-            pieces: a plan of these chunks.
-            memory: bytes, flat, one tensor per chunk, in the plan's format.
-            first_layer: the view's layer that is the first one in `memory`.
-
-        Waits for the copies if host memory is not pinned, and for nothing else.
+        The view's `first_layer` is the first one in `memory`. Waits for the copies if host memory
+        is not pinned, and for nothing else.
         """
         for piece in pieces:
             if self._move_whole(piece, memory, first_layer, gather=True):
                 continue
             for part in piece.parts(self.buffer_bytes):
                 self._store_staged(part, memory, first_layer)
-        self._host.flush()
         gathered = Event(self.device)
         gathered.record(self._kernels)
         gathered.wait(self._link)
@@ -157,10 +138,8 @@ class Stager:
     ) -> Event:
         """Enqueue a load from host memory into the view; arguments and waits as for `store`.
 
-        With `idle` the device has nothing else to do meanwhile.
-
-        Returns:
-            The view is complete, and host memory may be reused.
+        With `idle` the device has nothing else to do meanwhile. At the event that is returned the
+        view is complete, and host memory may be reused.
         """
         idle = idle and self.needs_no_copies(pieces, memory)
         staged = False
@@ -194,7 +173,6 @@ class Stager:
             yield
         except BaseException:
             self.fence().synchronize()
-            self._host.flush()  # or the next store would bring the rest
             raise
 
     def _store_staged(self, part: Piece, memory: HostMemory, first_layer: int) -> None:
@@ -238,19 +216,39 @@ class Stager:
     ) -> bool:
         """Move a piece unstaged if it can and should be; return whether it was.
 
-        Memory on the view's device is moved chunk by chunk, pinned memory by a kernel.
+        Memory on the view's device is moved chunk by chunk. Pinned memory is moved by one launch of
+        a kernel that addresses it: small segments, and with `idle` any.
         """
-        if self._in_place and memory.devices == {self.device}:
-            move = self._transfer.gather if gather else self._transfer.scatter
-            with self._kernels.current():
+        layer = first_layer + piece.layers.start
+        with self._kernels.current():
+            if self._in_place and memory.devices == {self.device}:
+                move = self._transfer.gather if gather else self._transfer.scatter
                 for number in piece.chunks:
                     rows = piece.rows.chunks(number, number + 1)
-                    move(rows, piece.chunk(memory[number]), first_layer + piece.layers.start)
-            return True
-        if self._direct is None:
-            return False
-        with self._kernels.current():
-            return self._direct.move(piece, memory, first_layer, gather=gather, idle=idle)
+                    move(rows, piece.chunk(memory[number]), layer)
+                return True
+            if not (idle or piece.segment_bytes < TUNING.direct_bytes):
+                return False
+            if not self.reaches_host or (table := self._table(piece, memory)) is None:
+                return False
+            rows = piece.rows.chunks(piece.chunks.start, piece.chunks.stop)
+            first = memory[piece.chunks.start]
+            chunk = piece.chunk(first)
+            offset = chunk.data_ptr() - first.data_ptr()
+            self._transfer.move_chunks(rows, table, chunk, layer, gather=gather, offset=offset)
+        return True
+
+    def _table(self, piece: Piece, memory: HostMemory) -> torch.Tensor | None:
+        """Return the addresses of a piece's chunks on the device, uploaded once.
+
+        None where kernels can't reach them.
+        """
+        if piece.chunks not in memory.tables:
+            addresses = memory.addresses[piece.chunks.start : piece.chunks.stop]
+            needs = kernels_need(self.device)
+            reached = self._host.pinned(memory, needs) and self._transfer.aligned(addresses)
+            memory.tables[piece.chunks] = upload(addresses, self.device) if reached else None
+        return memory.tables[piece.chunks]
 
 
 def transfer_of(view: PagedView) -> TorchTransfer | TritonTransfer:

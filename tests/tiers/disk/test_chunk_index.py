@@ -1,4 +1,4 @@
-"""The index of a chunk store: room, age and pins, without files."""
+"""The index of a chunk store: room and age, without files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = disk_bytes(PAYLOAD)
 @pytest.fixture
 def index() -> ChunkIndex:
     """Room for three entries; b is the oldest."""
-    index = ChunkIndex(3 * SIZE, pin_seconds=60)
+    index = ChunkIndex(3 * SIZE)
     for used_ns, key in enumerate("bca"):
         index.add(key, ChunkInfo("meta", PAYLOAD), used_ns)
     return index
@@ -23,9 +23,9 @@ def index() -> ChunkIndex:
 
 def evicted(index: ChunkIndex, need_bytes: int, used_ns: int = 2**63) -> list[str]:
     keys = []
-    for key in index.evict(need_bytes, used_ns):
-        index.remove(key)
-        keys.append(key)
+    while not index.fits(need_bytes) and (oldest := index.oldest()) and oldest[0] <= used_ns:
+        index.remove(oldest[1])
+        keys.append(oldest[1])
     return keys
 
 
@@ -57,32 +57,12 @@ def test_a_use_makes_an_entry_young(index):
 @pytest.mark.parametrize("ahead", [0, 10**12])
 def test_chunks_of_a_clock_that_was_ahead_keep_their_order(index, monkeypatch, ahead):
     monkeypatch.setattr(chunk_index.time, "time_ns", lambda: 10**18)
-    index.clear()
+    for key in "abc":
+        index.remove(key)
     index.add_earlier(
         [(key, ChunkInfo("meta", PAYLOAD), 10**18 + ahead + n) for n, key in enumerate("zxy")]
     )
     assert evicted(index, 3 * SIZE) == ["z", "x", "y"]
-
-
-def test_a_pinned_entry_stays_until_as_many_unpins(index):
-    assert [index.pin("b"), index.pin("b")] == [True, True]
-    assert evicted(index, SIZE) == ["c"]
-    assert index.unpin("b")
-    assert not index.can_fit(3 * SIZE)
-    assert index.unpin("b")
-    assert not index.unpin("b")
-    assert index.can_fit(3 * SIZE)
-    assert evicted(index, 3 * SIZE) == ["b", "a"]
-    assert not index.pin("b")
-
-
-def test_an_old_pin_protects_no_longer(index, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(chunk_index.time, "monotonic", lambda: now[0])
-    index.pin("b")
-    now[0] = 60.0
-    assert not index.pinned("b")
-    assert evicted(index, SIZE) == ["b"]
 
 
 def test_what_is_reserved_is_not_given_twice(index):
@@ -91,7 +71,6 @@ def test_what_is_reserved_is_not_given_twice(index):
     assert not index.fits(SIZE)
     index.reserve(-SIZE)
     assert index.fits(SIZE)
-    assert index.reserved_bytes == 0
 
 
 def test_whoever_watches_hears_of_what_is_there_and_of_each_change(index):
@@ -100,7 +79,7 @@ def test_whoever_watches_hears_of_what_is_there_and_of_each_change(index):
     assert sorted(heard) == ["a", "b", "c"]
     del heard[:]
     index.add("b", ChunkInfo("meta", PAYLOAD), 5)
-    index.clear()
-    assert heard[:2] == ["b", "b"]
-    assert sorted(heard[2:]) == ["a", "b", "c"]
-    assert (len(index), index.used_bytes) == (0, 0)
+    index.remove("c")
+    index.remove("c")
+    assert heard == ["b", "b", "c"]
+    assert (len(index), index.used_bytes) == (2, 2 * SIZE)

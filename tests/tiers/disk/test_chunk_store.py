@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
 from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload, reopened
 
@@ -148,49 +145,9 @@ def test_a_chunk_above_the_limit_evicts_nothing(store):
     assert store.counters["dropped"] == 1
 
 
-def test_pinned_chunks_are_not_evicted(store):
-    store._index.limit_bytes = 2 * disk_bytes(3 * KIB)
-    store.put("a", "", payload("a"))
-    store.put("b", "", payload("b"))
-    assert store.pin("a")
-    assert store.pin("a")
-    store.put("c", "", payload("c"))
-    assert [key for key in "abc" if key in store] == ["a", "c"]
-    assert store.pin("c")
-    assert not store.put("d", "", payload("d"))
-    assert store.unpin("a")
-    assert not store.put("d", "", payload("d"))
-    assert store.unpin("a")
-    assert not store.unpin("a")
-    assert store.put("d", "", payload("d"))
-    assert [key for key in "abcd" if key in store] == ["c", "d"]
-
-
-def test_a_forgotten_pin_ends(directory):
-    store = ChunkStore(directory, disk_bytes(3 * KIB), pin_seconds=0.05)
-    store.put("a", "", payload("a"))
-    store.pin("a")
-    assert not store.put("b", "", payload("b"))
-    time.sleep(0.06)
-    assert store.put("b", "", payload("b"))
-    store.close()
-
-
-def test_a_pin_outlives_its_damaged_file(store):
-    store.put("a", "", payload("a"))
-    store.pin("a")
-    os.truncate(file_of(store, "a"), 100)
-    assert load(store, "a") is None
-    assert store.pinned("a")
-    assert not store.pin("a")
-    assert store.unpin("a")
-    assert not store.pinned("a")
-
-
-def test_what_is_removed_is_gone_pinned_or_not(store, directory):
+def test_what_is_removed_is_gone(store, directory):
     store.put("a", "A", payload("a"))
     store.put("b", "B", payload("b"))
-    store.pin("b")
     assert store.remove("a")
     assert files(directory) == [file_of(store, "b")]
     assert store.remove("b")

@@ -108,16 +108,13 @@ def test_many_threads_never_see_another_chunk(directory):
                     loaded = load(store, key)
                     assert loaded in (None, contents[key])
                 case 3:
-                    if store.pin(key):
-                        store.touch([key])
-                        store.unpin(key)
+                    store.touch([key])
                 case 4:
                     with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                         os.truncate(file_of(store, key), 5000)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8), timeout=60))  # raises what a thread raised
-    assert store._index._pins == {}
     assert store._index.reserved_bytes == 0
     used = sum(disk_bytes(p.stat().st_size - HEADER_BYTES) for p in files(directory))
     assert used <= limit
@@ -138,7 +135,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = ChunkStore(Path(self.place.name), self.limit)
         self.model = {}  # key -> payload, oldest use first
         self.harmed = set()
-        self.pinned = {}
 
     def used(self, key):
         self.model[key] = self.model.pop(key)
@@ -151,14 +147,11 @@ class StoreMachine(RuleBasedStateMachine):
             return
         data = payload(f"{key}{size}", size)
         need = disk_bytes(size)
-        held = sum(disk_bytes(len(self.model[k])) for k in self.pinned if k in self.model)
-        fits = held + need <= self.limit
-        assert self.store.put(key, key, data) == fits
-        if fits:
-            while sum(disk_bytes(len(v)) for v in self.model.values()) + need > self.limit:
-                del self.model[next(k for k in self.model if k not in self.pinned)]
-            self.harmed &= set(self.model)
-            self.model[key] = data
+        assert self.store.put(key, key, data)
+        while sum(disk_bytes(len(v)) for v in self.model.values()) + need > self.limit:
+            del self.model[next(iter(self.model))]
+        self.harmed &= set(self.model)
+        self.model[key] = data
 
     @rule(key=keys)
     def get(self, key):
@@ -173,19 +166,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.touch(chosen)
         for key in reversed([k for k in chosen if k in self.model]):
             self.used(key)
-
-    @rule(key=keys)
-    def pin(self, key):
-        assert self.store.pin(key) == (key in self.model)
-        if key in self.model:
-            self.pinned[key] = self.pinned.get(key, 0) + 1
-
-    @rule(key=keys)
-    def unpin(self, key):
-        assert self.store.unpin(key) == (key in self.pinned)
-        if key in self.pinned:
-            self.pinned[key] -= 1
-            self.pinned = {k: n for k, n in self.pinned.items() if n}
 
     @rule(key=keys)
     def remove(self, key):
@@ -222,7 +202,6 @@ class StoreMachine(RuleBasedStateMachine):
                 self.harmed.remove(key)
                 del self.model[key]
         self.store = reopened(self.store, self.limit)
-        self.pinned = {}
 
     @invariant()
     def the_index_is_the_directory(self):

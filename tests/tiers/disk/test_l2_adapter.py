@@ -173,17 +173,6 @@ def test_the_bound_counts_earlier_runs_and_a_smaller_one_evicts(adapters):
     assert second.tier.get_usage().usage_fraction == pytest.approx(1.0, abs=0.01)
 
 
-def test_what_was_looked_up_stays_until_it_is_unlocked(adapters):
-    adapter = adapters(files=2)
-    adapter.store([0, 1])
-    adapter.look_up([0, 1])
-    assert not adapter.store([2, 3]).is_successful()
-    assert adapter.load([0, 1]) == [0, 1]  # unlocks
-    adapter.settle()
-    assert adapter.store([2, 3]).is_successful()
-    assert adapter.look_up(range(4)) == [2, 3]
-
-
 # What LMCache is told
 
 

@@ -142,6 +142,5 @@ def test_stores_and_loads_at_once_neither_mix_nor_stop(engines):
         list(threads.map(work, range(6), timeout=60))  # raises what a thread raised
     engine.settle()
     assert engine.pool_in_use == 0
-    assert engine.tier._store._index._pins == {}
     assert engine.counters["bytes"] <= 20 * (CHUNK + 4096)
     assert engine.counters["corrupt"] == 0

@@ -49,7 +49,7 @@ class ChunkInfo(NamedTuple):
 class _Header(NamedTuple):
     key: str
     info: ChunkInfo
-    payload_crc: int
+    crc: int  # of the payload
 
 
 def disk_bytes(payload_bytes: int) -> int:
@@ -60,10 +60,8 @@ def disk_bytes(payload_bytes: int) -> int:
 def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
     """Write a new file, mode 0600, with `used_ns` as its modification time.
 
-    Raises:
-        ValueError: key and meta don't fit the header.
-        OSError: the write failed.
-        After either, the file may be there, without a header.
+    Raises ValueError if key and meta don't fit the header, and OSError; then the file may be there,
+    without a header.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -87,22 +85,11 @@ def read_chunk(
     buffer: memoryview,
     is_lent: Callable[[], bool] = lambda: True,
 ) -> str | None:
-    """Read a payload into `buffer`, of the payload's length.
+    """Read a payload into `buffer`, of its length; return None, or what is wrong with the file.
 
-    Args:
-        path: the file.
-        key: that the file must hold.
-        info: that the file must hold.
-        buffer: where the payload goes.
-        is_lent: says whether `buffer` may still be written. Each slice goes to memory of this call
-            first: a slow disk may deliver when the buffer is another's already.
-
-    Returns:
-        None if `buffer` holds the chunk, else what is wrong with the file; `buffer` may then hold
-        anything.
-
-    Raises:
-        OSError: the file can't be opened or read.
+    Each slice goes to memory of this call first, and then to `buffer` if that may still be written,
+    as `is_lent` says: a slow disk may deliver when it is another's already. After an error `buffer`
+    may hold anything. Raises OSError if the file can't be opened or read.
     """
     fd = _open(path)
     try:
@@ -123,7 +110,7 @@ def read_chunk(
                 return "the memory to read it into was taken back"
             buffer[done : done + count] = own[:count]
             done += count
-        return None if crc == header.payload_crc else "its checksum does not match"
+        return None if crc == header.crc else "its checksum does not match"
     finally:
         os.close(fd)
 
@@ -161,7 +148,7 @@ def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
         raise ValueError("it holds another chunk")
     if len(payload) != header.info.payload_bytes:
         raise ValueError(f"it has {len(payload)} of {header.info.payload_bytes} bytes")
-    if zlib.crc32(payload) != header.payload_crc:
+    if zlib.crc32(payload) != header.crc:
         raise ValueError("its checksum does not match")
     return header.info.meta, payload
 
@@ -181,7 +168,7 @@ def _pack(header: _Header) -> bytes:
     if len(key) + len(meta) + _FIXED.size > HEADER_BYTES:
         raise ValueError(f"key and meta are longer than a header of {HEADER_BYTES} bytes holds")
     lengths = (header.info.payload_bytes, len(key), len(meta))
-    fixed = _FIXED.pack(_MAGIC, _VERSION, 0, header.payload_crc, *lengths)
+    fixed = _FIXED.pack(_MAGIC, _VERSION, 0, header.crc, *lengths)
     raw = bytearray((fixed + key + meta).ljust(HEADER_BYTES, b"\0"))
     struct.pack_into("<I", raw, _CRC_AT, zlib.crc32(raw))
     return bytes(raw)

@@ -1,4 +1,4 @@
-"""The chunks of a store: sizes, times of last use, pins, and which to evict. Knows no files."""
+"""The chunks of a store: sizes, times of last use, and which one goes first. Knows no files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class Entry:
 
     info: ChunkInfo
     used_ns: int
-    hidden: bool = False  # its file takes room, and can't be read, or removed
-    failed_reads: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -38,24 +36,25 @@ class ChunkIndex:
 
     Args:
         limit_bytes: bound on all entries and on what is reserved.
-        pin_seconds: a pin older than this no longer protects.
+
+    Attributes:
+        used_bytes: of all entries.
+        reserved_bytes: of writes under way.
     """
 
-    def __init__(self, limit_bytes: int, pin_seconds: float) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        self._pin_seconds = pin_seconds
-        self._entries: dict[str, Entry] = {}
-        # Oldest first. An item may be out of date: the entry's own time decides, see `evict`.
-        self._by_age: list[tuple[int, str]] = []
-        self._pins: dict[str, tuple[int, float]] = {}  # how many, and when the last began
         self._changed: Callable[[str], object] = lambda key: None
+        self._entries: dict[str, Entry] = {}
+        # Oldest first. An item may be out of date: the entry's own time decides, see `oldest`.
+        self._by_age: list[tuple[int, str]] = []
         self._latest_ns = 0
         self._planned: dict[str, int] = {}  # times of last use of what is not stored yet
 
     def __contains__(self, key: str) -> bool:
-        return self.get(key) is not None
+        return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,9 +63,8 @@ class ChunkIndex:
         return iter(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """The entry of `key`, unless it is hidden."""
-        entry = self._entries.get(key)
-        return None if entry is None or entry.hidden else entry
+        """Return the entry of `key`."""
+        return self._entries.get(key)
 
     def watch(self, changed: Callable[[str], object]) -> None:
         """Call `changed` with every key now, and with a key whenever it comes or goes."""
@@ -74,17 +72,14 @@ class ChunkIndex:
         for key in self._entries:
             changed(key)
 
-    def clear(self) -> None:
-        """Forget all entries; pins stay."""
-        for key in list(self._entries):
-            self.remove(key)
-        self._by_age.clear()
-        self.used_bytes = 0
+    def reserve(self, size_bytes: int) -> None:
+        """Set room aside for a write under way; a size below 0 gives it back."""
+        self.reserved_bytes += size_bytes
 
-    def add(self, key: str, info: ChunkInfo, used_ns: int, hidden: bool = False) -> None:
+    def add(self, key: str, info: ChunkInfo, used_ns: int) -> None:
         """Add an entry, in place of one of this key."""
         self.remove(key)
-        self._entries[key] = entry = Entry(info, used_ns, hidden)
+        self._entries[key] = entry = Entry(info, used_ns)
         heapq.heappush(self._by_age, (used_ns, key))
         self.used_bytes += entry.size_bytes
         self._changed(key)
@@ -111,12 +106,6 @@ class ChunkIndex:
         self._latest_ns = max(time.time_ns(), self._latest_ns + count)
         return self._latest_ns
 
-    def hide(self, key: str) -> None:
-        """Let an entry, if there is one, only take room, until it is evicted or replaced."""
-        if entry := self._entries.get(key):
-            entry.hidden = True
-            self._changed(key)
-
     def remove(self, key: str) -> None:
         """Remove an entry, if there is one."""
         if entry := self._entries.pop(key, None):
@@ -139,65 +128,18 @@ class ChunkIndex:
         planned_ns = self._planned.pop(key, used_ns)
         return planned_ns if planned_ns > used_ns - _PLANNED_NS else used_ns
 
-    def pin(self, key: str) -> bool:
-        """Keep an entry from eviction until as many `unpin`; False if there is none."""
-        if key not in self:
-            return False
-        count = self._pins[key][0] if self.pinned(key) else 0
-        self._pins[key] = count + 1, time.monotonic()
-        return True
-
-    def unpin(self, key: str) -> bool:
-        """Take one pin back; False if there was none."""
-        if not self.pinned(key):
-            return False
-        count, since = self._pins.pop(key)
-        if count > 1:
-            self._pins[key] = count - 1, since
-        return True
-
-    def pinned(self, key: str) -> bool:
-        """Whether a pin holds `key`; it stays when the entry goes."""
-        if key in self._pins and time.monotonic() - self._pins[key][1] >= self._pin_seconds:
-            del self._pins[key]
-        return key in self._pins
-
-    def reserve(self, size_bytes: int) -> None:
-        """Set room aside for a write under way; a size below 0 gives it back."""
-        self.reserved_bytes += size_bytes
-
     def fits(self, need_bytes: int) -> bool:
         """Whether so much more has room now."""
         return self.used_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
-    def can_fit(self, need_bytes: int) -> bool:
-        """Whether so much more had room if all went that may go."""
-        pins = [key for key in list(self._pins) if self.pinned(key)]
-        pinned = [entry for key in pins if (entry := self._entries.get(key))]
-        pinned_bytes = sum(entry.size_bytes for entry in pinned)
-        return pinned_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
-
-    def evict(self, need_bytes: int, used_ns: int) -> Iterator[str]:
-        """Yield keys to be removed that were used before, until so much more has room.
-
-        One that was not removed comes again in its order, by its time of last use.
-        """
-        asked = []
-        try:
-            while self._by_age and not self.fits(need_bytes):
-                pushed_ns, key = heapq.heappop(self._by_age)
-                entry = self._entries.get(key)
-                if entry is None:
-                    continue  # removed since it was pushed
-                if entry.used_ns != pushed_ns:
-                    heapq.heappush(self._by_age, (entry.used_ns, key))
-                    continue
-                asked.append(key)
-                if pushed_ns > used_ns:
-                    break
-                if not self.pinned(key):
-                    yield key
-        finally:
-            for key in asked:
-                if entry := self._entries.get(key):
-                    heapq.heappush(self._by_age, (entry.used_ns, key))
+    def oldest(self) -> tuple[int, str] | None:
+        """Return the time of last use and the key of what was used before all else."""
+        while self._by_age:
+            used_ns, key = self._by_age[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.used_ns == used_ns:
+                return used_ns, key
+            heapq.heappop(self._by_age)
+            if entry is not None:
+                heapq.heappush(self._by_age, (entry.used_ns, key))
+        return None

@@ -1,36 +1,50 @@
 """A directory of chunks that outlives the process: one file per chunk, found again by a scan.
 
-A file gets its name only when it is complete (temporary file, then rename), so a killed writer
-leaves a temporary file, and the next start removes it. Nothing is fsynced: after a power cut the
-checksum finds what did not reach the disk, and a lost chunk is only recomputed.
+A file gets its name, the hash of the chunk's key, only when it is complete (temporary file, then
+rename), so a killed writer leaves a temporary file, and the next start removes it. Nothing is
+fsynced: after a power cut the checksum finds what did not reach the disk, and a lost chunk is only
+recomputed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import itertools
 import logging
+import os
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.metrics import LOAD_DISK
-from lmcache_xpu.tiers.disk.chunk_directory import ChunkDirectory
-from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes, read_chunk, write_chunk
-from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
-from lmcache_xpu.tiers.pause import Complaint
+from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
+from lmcache_xpu.tiers.disk.chunk_file import (
+    ChunkInfo,
+    disk_bytes,
+    read_chunk,
+    scan_chunk,
+    write_chunk,
+)
+from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex
+from lmcache_xpu.tiers.disk.lock import DirectoryLock
+from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-__all__ = ["PIN_SECONDS", "ChunkStore"]
+__all__ = ["ChunkStore"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 
-PIN_SECONDS = 300.0
+# Misses are reads that delivered nothing, dropped puts that stored nothing, corrupt files that were
+# removed for their content, errors system calls that failed.
 _COUNTED = ("hits", "misses", "stored", "evicted", "dropped", "corrupt", "errors")
-_FAILED_READS = 3  # of one file, by the disk's fault, before it is not asked for again
+_SUFFIX = ".lmxkv"
+_TEMPORARY = ".lmxkv.tmp"
+_TRIES = 8  # files that can't be removed, for one chunk, before it is dropped
 
 
 class ChunkStore:
@@ -42,7 +56,6 @@ class ChunkStore:
     Args:
         directory: created (mode 0700) if it is missing; files of other names in it are left alone.
         limit_bytes: bound on all files, headers and those being written included.
-        pin_seconds: a pin older than this no longer protects: a forgotten one would fill the store.
         lock_seconds: how long to wait for another process to let go of the directory.
 
     Raises:
@@ -50,35 +63,23 @@ class ChunkStore:
             uses it.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        limit_bytes: int,
-        *,
-        pin_seconds: float = PIN_SECONDS,
-        lock_seconds: float = 5.0,
-    ) -> None:
+    def __init__(self, directory: Path, limit_bytes: int, *, lock_seconds: float = 5.0) -> None:
         self.directory = directory
         self._lock = threading.Lock()
         self._count = Counter(dict.fromkeys(_COUNTED, 0))
-        self._index = ChunkIndex(limit_bytes, pin_seconds)
-        self._files = ChunkDirectory(directory, self._index, self._count)
-        self._closed = False
-        self._unreadable = Complaint(
-            "a chunk in %s could not be read, and stays: %s (docs: troubleshooting#disk-removed)"
-        )
-        with self._lock:
-            try:
-                self._files.open(lock_seconds)
-            except SettingsError:
-                self._files.release()
-                raise
-            except OSError as error:
-                self._files.release()
-                raise SettingsError(
-                    f"directory {directory}: {error.strerror}",
-                    "one that this user owns, or may create, and can write to",
-                ) from error
+        self._index = ChunkIndex(limit_bytes)
+        self._held: DirectoryLock | None = None
+        self._serial = itertools.count()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._held = DirectoryLock(directory, lock_seconds)
+            self._scan()
+        except OSError as error:
+            self.close()
+            raise SettingsError(
+                f"directory {directory}: {error.strerror}",
+                "one that this user owns, or may create, and can write to",
+            ) from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._index
@@ -88,13 +89,13 @@ class ChunkStore:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since the store was opened, and the `bytes` that it holds now.
-
-        `misses` are reads that delivered nothing, `dropped` puts that stored nothing, `corrupt`
-        files that were removed for their content, `errors` system calls that failed.
-        """
+        """What happened since the store was opened, and the `bytes` that it holds now."""
         with self._lock:
             return {**self._count, "bytes": self._index.used_bytes}
+
+    def file(self, key: str) -> Path:
+        """Return where the chunk of this key is, or would be."""
+        return self._at(f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}")
 
     def now(self, count: int) -> int:
         """Take times of last use for `count` chunks, see `ChunkIndex.now`."""
@@ -119,85 +120,95 @@ class ChunkStore:
             key: name of the chunk.
             meta: returned by `info` as it is; must fit the header together with `key`.
             payload: one-byte items; must not change during the call.
-            used_ns: time of last use; now if None, or if it is to come. Unless it is None, a time
-                that `touch` has set before goes first.
+            used_ns: time of last use; now if None, or if it is to come. A time that `touch` has set
+                before goes first.
             is_lent: says whether the payload was still the caller's, once it was written.
 
         Returns:
-            True if the chunk is stored now; False if it doesn't fit beside what is pinned, being
+            Whether the chunk is stored now. It is not if it doesn't fit beside what is being
             written or was used later, its memory was taken back, or the store is closed.
 
         Raises:
             ValueError: key and meta are too long for the header.
-            OSError: the file could not be written; nothing of it is left, others are untouched.
+            OSError: the file could not be written; nothing of it is left.
         """
-        size = disk_bytes(len(payload))
+        size, index = disk_bytes(len(payload)), self._index
         with self._lock:
-            now = self._index.now()
-            planned_ns = self._index.planned(key, now if used_ns is None else min(used_ns, now))
+            now = index.now()
+            planned_ns = index.planned(key, now if used_ns is None else min(used_ns, now))
             used_ns = now if used_ns is None else planned_ns
-            if key in self._index:
-                self._files.mark(key, used_ns)
+            if key in index:
+                self._mark(key, used_ns)
                 return True
-            if self._closed or not self._files.make_room(size, used_ns):
+            if self._held is None or not self._make_room(size, used_ns):
                 self._count["dropped"] += 1
                 return False
-            temporary = self._files.temporary()
-            self._index.reserve(size)
-        stored = False
+            temporary = self._at(f"{next(self._serial)}{_TEMPORARY}")
+            index.reserve(size)
         try:
-            self._write(temporary, key, meta, memoryview(payload), used_ns)
+            write_chunk(temporary, key, meta, memoryview(payload), used_ns)
             with self._lock:
                 if is_lent():
-                    if self._closed:  # the directory may belong to another process by now
+                    if self._held is None:  # the directory may belong to another process by now
                         raise OSError("the store was closed during the write")
-                    self._files.publish(temporary, key, ChunkInfo(meta, len(payload)), used_ns)
+                    temporary.rename(self.file(key))
+                    index.add(key, ChunkInfo(meta, len(payload)), used_ns)
+                    # At once, or another put would find it counted twice, and evict for it.
+                    index.reserve(-size)
+                    size = 0
                     self._count["stored"] += 1
-                    stored = True
-                    if (marked_ns := self._index.planned(key, used_ns)) != used_ns:
-                        self._files.mark(key, marked_ns)
+                    DISK_USED_BYTES.set(index.used_bytes)
+                    if (marked_ns := index.planned(key, used_ns)) != used_ns:
+                        self._mark(key, marked_ns)
+                    return True
+            return False
         except OSError:
             with self._lock:
                 self._count["errors"] += 1
             raise
         finally:
-            if not stored:
-                self._give_up(temporary, size)
-        return stored
+            if size:
+                with self._lock:
+                    self._count["dropped"] += 1
+                    try:
+                        temporary.unlink(missing_ok=True)
+                        index.reserve(-size)
+                    except OSError:  # it keeps its room
+                        self._count["errors"] += 1
 
     def read(
         self, key: str, buffer: memoryview, is_lent: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Read a chunk's payload into `buffer`, whose length must be the payload's.
+        """Read a chunk's payload into `buffer`, of its length; on a miss that may hold anything.
 
-        A file that is truncated, damaged or another's is removed. One that can't be read now
-        stays, and so does any whose buffer was taken back, as `is_lent` says. The time of last
-        use does not change, see `touch`.
-
-        Returns:
-            True if `buffer` holds the chunk; False on a miss, and then it may hold anything.
+        A file that is truncated, damaged, another's or unreadable for the disk is removed. It stays
+        if the fault is this process's, or if the buffer was taken back, as `is_lent` says. The time
+        of last use does not change, see `touch`.
         """
-        entry = self._index.get(key)
-        if entry is None or entry.info.payload_bytes != len(buffer):
-            with self._lock:
-                self._count["misses"] += 1
-            return False
-        try:
-            fault = read_chunk(self._files.file(key), key, entry.info, buffer, is_lent)
-        except FileNotFoundError:
-            fault = ""  # evicted since, or removed by hand
-        except OSError as error:
-            self._unread(key, entry, error)
-            return False
+        entry, stays = self._index.get(key), True
+        fault: str | None = ""
+        if entry is not None and entry.info.payload_bytes == len(buffer):
+            try:
+                fault = read_chunk(self.file(key), key, entry.info, buffer, is_lent)
+                stays = not is_lent()
+            except FileNotFoundError:
+                stays = False  # evicted since, or removed by hand
+            except OSError as error:
+                stays = error.errno != errno.EIO
+                LOAD_DISK.failed("io")
+                complain(
+                    "a chunk in %s could not be read: %s (docs: troubleshooting#disk-removed)",
+                    self.directory,
+                    error,
+                )
+                with self._lock:
+                    self._count["errors"] += 1
         with self._lock:
-            if fault is None:
-                self._count["hits"] += 1
-                return True
-            self._count["misses"] += 1
-            if not is_lent():
-                return False
+            self._count["misses" if fault is not None else "hits"] += 1
+            if fault is None or stays:
+                return fault is None
             if self._index.get(key) is entry:
-                self._files.remove(key)
+                self._remove(key)
                 self._count["corrupt"] += bool(fault)
         if fault:
             LOAD_DISK.failed("corrupt")
@@ -218,36 +229,22 @@ class ChunkStore:
         now = self.now(len(keys))
         for age, key in enumerate(keys):
             with self._lock:
-                self._files.mark(key, now - age)
+                self._mark(key, now - age)
         return now
 
-    def pin(self, key: str) -> bool:
-        """Keep a chunk from eviction until as many `unpin`; False if it is not stored."""
-        with self._lock:
-            return self._index.pin(key)
-
-    def unpin(self, key: str) -> bool:
-        """Take one pin back; False if there was none."""
-        with self._lock:
-            return self._index.unpin(key)
-
-    def pinned(self, key: str) -> bool:
-        """Whether a pin holds `key`; it outlasts a damaged file."""
-        with self._lock:
-            return self._index.pinned(key)
-
     def remove(self, key: str) -> bool:
-        """Remove a chunk, pinned or not; False if it was not stored."""
+        """Remove a chunk; False if it was not stored."""
         with self._lock:
             is_stored = key in self._index
             if is_stored:
-                self._files.remove(key)
+                self._remove(key)
             return is_stored
 
     def remove_all(self, is_meant: Callable[[str], bool]) -> bool:
-        """Remove chunks by their keys, pinned or not; False if a file could not be removed."""
+        """Remove chunks by their keys; False if a file could not be removed."""
         with self._lock:  # the directory may belong to another process once the store is closed
-            return not self._closed and self._files.remove_all(is_meant)
+            keys = [key for key in self._index if is_meant(key)]
+            return self._held is not None and not [key for key in keys if not self._remove(key)]
 
     def watch(self, changed: Callable[[str], object]) -> None:
         """Call `changed` with each key now, and whenever it comes or goes, with the lock held."""
@@ -257,34 +254,67 @@ class ChunkStore:
     def close(self) -> None:
         """Let go of the directory. Later puts are refused; may be called twice."""
         with self._lock:
-            self._closed = True
-            self._files.release()
+            if self._held is not None:
+                self._held.release()
+                self._held = None
 
-    def _write(self, name: str, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
-        try:
-            write_chunk(self._files.at(name), key, meta, payload, used_ns)
-        except FileNotFoundError:  # someone removed the directory, to free the disk in a hurry
-            with self._lock:
-                self._files.reopen()
-            write_chunk(self._files.at(name), key, meta, payload, used_ns)
+    # The rest is called with the lock held, or before anybody else knows the store.
 
-    def _give_up(self, temporary: str, size_bytes: int) -> None:
-        """Count a chunk that was not stored; a file of it that can't be removed keeps its room."""
-        with self._lock:
-            self._count["dropped"] += 1
-            try:
-                self._files.discard(temporary)
-            except OSError:
-                self._count["errors"] += 1
+    def _at(self, name: str) -> Path:
+        return (self.directory if (held := self._held) is None else held.held) / name
+
+    def _scan(self) -> None:
+        """Fill the index from the files' headers; remove damaged and incomplete files."""
+        chunks = []
+        for file in self._at("").iterdir():
+            if file.name.endswith(_SUFFIX):
+                with contextlib.suppress(OSError):  # e.g. a pipe, or another user's
+                    chunk = scan_chunk(file)
+                    if chunk is not None and file.name == self.file(chunk[0]).name:
+                        chunks.append(chunk)
+                        continue
+                    self._count["corrupt"] += 1
+            elif not file.name.endswith(_TEMPORARY):
+                continue
+            with contextlib.suppress(OSError):  # e.g. a directory of that name
+                file.unlink()
+        for key, used_ns in self._index.add_earlier(chunks).items():
+            self._mark(key, used_ns)
+        self._make_room(0, self._index.now())
+        DISK_USED_BYTES.set(self._index.used_bytes)
+
+    def _mark(self, key: str, used_ns: int) -> None:
+        """Set a chunk's time of last use, if it is stored; kept over a restart."""
+        if self._index.mark(key, used_ns):
+            with contextlib.suppress(OSError):  # removed by hand: there is nothing to keep
+                os.utime(self.file(key), ns=(used_ns, used_ns))
+
+    def _make_room(self, need_bytes: int, used_ns: int) -> bool:
+        """Evict what was used before, until so much more fits; False if it can't."""
+        index, failed = self._index, 0
+        if need_bytes + index.reserved_bytes > index.limit_bytes:
+            return False
+        while not index.fits(need_bytes) and failed < _TRIES and (oldest := index.oldest()):
+            if oldest[0] > used_ns:
+                break
+            if self._remove(oldest[1]):
+                self._count["evicted"] += 1
             else:
-                self._index.reserve(-size_bytes)
+                index.mark(oldest[1], index.now())
+                failed += 1
+        return index.fits(need_bytes)
 
-    def _unread(self, key: str, entry: Entry, error: OSError) -> None:
-        """Count a read that failed, by the fault of this process, of the disk or of the file."""
-        with self._lock:
-            self._count.update(misses=1, errors=1)
-            entry.failed_reads += error.errno == errno.EIO
-            if entry.failed_reads >= _FAILED_READS and self._index.get(key) is entry:
-                self._index.hide(key)  # stored anew, it is another file
-        LOAD_DISK.failed("io")
-        self._unreadable.log(self.directory, error)
+    def _remove(self, key: str) -> bool:
+        """Remove a chunk; one whose file can't be removed stays, and False is returned."""
+        try:
+            self.file(key).unlink(missing_ok=True)
+        except OSError as error:
+            self._count["errors"] += 1
+            complain(
+                "a file can't be removed for others (%s) (docs: troubleshooting#disk-not-stored)",
+                error,
+            )
+            return False
+        self._index.remove(key)
+        DISK_USED_BYTES.set(self._index.used_bytes)
+        return True

@@ -10,7 +10,7 @@ Who calls what (LMCache 0.5.6 and 0.5.7rc2), and whose the memory is:
 
     store    the store controller's thread. Queued writes hold at most half of the server's L1.
              Written bytes count only if the memory was lent to the end.
-    look-up  the prefetch controller's thread. Pins files until `submit_unlock`.
+    look-up  the prefetch controller's thread. Marks files as used, so others are evicted first.
     load     the same, into memory that is lent for a time: it is checked before each slice goes
              there. A miss of one object does not end the load: LMCache cuts the hit itself.
     close    after the controllers, before L1's memory is freed: waits for reads and writes of it.
@@ -25,7 +25,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
@@ -34,7 +33,7 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.server_objects import ServerObjects, object_key, object_name
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.task_results import TaskAnswers, after_all
+from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,10 +67,11 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def __init__(
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
-        settings = DiskSettings.parse_server(params)
+        settings = DiskSettings.parse(params, alone=True)
         super().__init__(max_capacity_bytes=settings.limit_bytes)
-        self._limit_bytes = settings.limit_bytes
-        self._store = settings.open_server_store()
+        self._store = settings.open_store(
+            f"kv-server-{settings.engine}" if settings.engine else "kv-server"
+        )
         queue_bytes = l1_memory_desc.size // 2 if l1_memory_desc else _QUEUE_BYTES
         self._writes = DiskWriter(self._store, queue_bytes, max(1, settings.threads // 2))
         self._reads = ThreadPoolExecutor(settings.threads, "disk-read")
@@ -99,14 +99,14 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look for objects, and to pin those that have their group's layout."""
-        task = self._located.begin()
+        """Begin to look for objects that have their group's layout, and to mark them as used."""
+        task = Task(self._located, len(keys))
         self._looks.submit(self._locate, task, keys, group_layout_descs)
-        return task
+        return task.number
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Begin to take one pin of each object back."""
-        self._looks.submit(self._unlock, keys)
+        """Report a damaged file that a load has removed; nothing is locked."""
+        self._looks.submit(self._report)
 
     def submit_touch(self, keys: list[ObjectKey]) -> None:
         """Begin to mark objects as used, without moving their bytes."""
@@ -116,17 +116,13 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
-        task = self._loaded.begin()
+        task = Task(self._loaded, len(keys))
         reads = [
-            self._reads.submit(self._read, key, obj) for key, obj in zip(keys, objects, strict=True)
+            self._reads.submit(self._read, task, index, key, obj)
+            for index, (key, obj) in enumerate(zip(keys, objects, strict=True))
         ]
-
-        def end() -> None:
-            hits = [not read.cancelled() and read.result() for read in reads]
-            self._loaded.end(task, _bitmap(hits))
-
-        after_all(reads, end)
-        return task
+        after_all(reads, task.end)
+        return task.number
 
     # The rest of LMCache's interface
 
@@ -145,11 +141,11 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         """Report the objects on the disk to a listener, and later each change."""
         with self._reporting:
             super().register_listener(listener)
-            if sizes := self._objects.all():
+            if sizes := self._objects.sizes:
                 listener.on_l2_keys_stored(list(sizes), list(sizes.values()))
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects, pinned or not; LMCache's own eviction calls it, where one is set up."""
+        """Remove objects; LMCache's own eviction calls it, where one is set up."""
         for key in keys:
             self._store.remove(object_name(key))
         self._report()
@@ -179,7 +175,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             "is_healthy": True,
             "type": type(self).__name__,
             "directory": str(self._store.directory),
-            "limit_bytes": self._limit_bytes,
+            "limit_bytes": self._max_capacity_bytes,
             "pending": len(self._writes.pending),
             **counters,
             "dropped": counters["dropped"] + self._writes.dropped,
@@ -220,24 +216,19 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         self._store.touch(stored)
 
     def _locate(
-        self, task: int, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
+        self, task: Task, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]
     ) -> None:
-        hits = []
+        held = []
         try:
-            for key in keys:
-                name, layout = object_name(key), layouts.get(key.object_group_id)
-                info = self._store.info(name)
-                fits = info and (layout is None or _has_layout(info.meta, layout))
-                hits.append(bool(fits) and self._store.pin(name))
+            for index, key in enumerate(keys):
+                layout = layouts.get(key.object_group_id)
+                info = self._store.info(object_name(key))
+                if info and (layout is None or _has_layout(info.meta, layout)):
+                    task.hit(index)
+                    held.append(key)
         finally:
-            hits += [False] * (len(keys) - len(hits))
-            self._located.end(task, _bitmap(hits))
-        self._touch([key for key, hit in zip(keys, hits, strict=True) if hit])
-
-    def _unlock(self, keys: list[ObjectKey]) -> None:
-        for key in keys:
-            self._store.unpin(object_name(key))
-        self._report()  # a load may have removed a damaged file
+            task.end()
+        self._touch(held)
 
     def _touch(self, keys: list[ObjectKey]) -> None:
         # The parts of a chunk, of all groups and ranks, are used together.
@@ -247,22 +238,21 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         if keys:
             self._notify_keys_accessed(keys)
 
-    def _read(self, key: ObjectKey, obj: MemoryObj) -> bool:
+    def _read(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         watch = Stopwatch()
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
             info = self._store.info(name)
             if info is None or layout is None or info.meta != layout.text:
-                return False
+                return
             with watch.running():
                 is_hit = self._store.read(name, obj.byte_array, obj.is_valid)
             if is_hit:
+                task.hit(index)
                 layout.count(LOAD_DISK, key, watch)
-            return is_hit
         except Exception as error:
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")
-            return False
 
     def _report(self) -> None:
         """Report new and removed objects: LMCache counts bytes, also by salt, for its quotas."""
@@ -280,11 +270,3 @@ def _has_layout(text: str, layout: MemoryLayoutDesc) -> bool:
     if stored is None:  # of another version
         return False
     return stored.shapes == tuple(layout.shapes) and stored.dtypes == tuple(layout.dtypes)
-
-
-def _bitmap(hits: list[bool]) -> Bitmap:
-    bitmap = Bitmap(len(hits))
-    for index, hit in enumerate(hits):
-        if hit:
-            bitmap.set(index)
-    return bitmap

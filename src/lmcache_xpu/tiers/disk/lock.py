@@ -19,9 +19,8 @@ _OWN = "of the user that runs this process, and no link"
 class DirectoryLock:
     """Holds `directory` from construction until `release`, through flock on it and on a file in it.
 
-    The kernel lets go of both however the process ends. The file names the last holder; versions
-    before 0.2 lock it alone. The directory's mode becomes 0700. The path `held` leads to it,
-    whatever the owner of a parent puts in its place.
+    The file names the last holder; versions before 0.2 lock it alone. The directory's mode becomes
+    0700. The path `held` leads to it, whatever the owner of a parent puts in its place.
 
     Args:
         directory: must exist.
@@ -49,13 +48,6 @@ class DirectoryLock:
         while self._fds:
             os.close(self._fds.pop())
 
-    def is_in_place(self) -> bool:
-        """Whether the directory is still at its path."""
-        try:
-            return os.path.samestat(self._directory.lstat(), os.fstat(self._fds[0]))
-        except OSError:
-            return False
-
     def _open(self) -> None:
         check_owner(self._directory, {os.geteuid()}, link=False)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -72,26 +64,23 @@ class DirectoryLock:
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._try():
-            if time.monotonic() >= deadline:
-                holder = os.pread(self._fds[1], 32, 0).decode(errors="replace")
-                raise SettingsError(
-                    f"directory {self._directory} in use by process {holder}",
-                    "one directory for each process",
-                    "Stop that process, or give this one another directory.",
-                )
+        while True:
+            try:
+                for fd in reversed(self._fds):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(self._fds[1], 32, 0).decode(errors="replace")
+                    raise SettingsError(
+                        f"directory {self._directory} in use by process {holder}",
+                        "one directory for each process",
+                        "Stop that process, or give this one another directory.",
+                    ) from None
             time.sleep(0.05)
         with contextlib.suppress(OSError):  # a full disk; the holder's name is help alone
             os.ftruncate(self._fds[1], 0)
             os.pwrite(self._fds[1], str(os.getpid()).encode(), 0)
-
-    def _try(self) -> bool:
-        try:
-            for fd in reversed(self._fds):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def check_owner(directory: Path, users: set[int], *, link: bool) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerObjects", "object_key", "object_name"]
 
-Sizes = dict["ObjectKey", int]  # the bytes of the objects' files
-
 
 def object_name(key: ObjectKey) -> str:
     """Return the name of an object: of its hash, model, rank, object group and salt."""
@@ -45,34 +43,29 @@ class ServerObjects:
 
     Args:
         store: it is watched from now on.
+
+    Attributes:
+        sizes: of their files, in bytes.
     """
 
     def __init__(self, store: ChunkStore) -> None:
+        self.sizes: dict[ObjectKey, int] = {}
         self._store = store
         self._changed: deque[str] = deque()
-        self._sizes: dict[str, int] = {}
         store.watch(self._changed.append)
 
-    def changes(self) -> tuple[Sizes, Sizes]:
-        """Return the objects that are new, and that are gone, since the last call."""
-        new, gone = {}, {}
-        for name in {self._changed.popleft(): None for _ in range(len(self._changed))}:
-            info, before = self._store.info(name), self._sizes.pop(name, 0)
+    def changes(self) -> tuple[dict[ObjectKey, int], dict[ObjectKey, int]]:
+        """Return the objects that are new, and that are gone, since the last call, with sizes."""
+        new: dict[ObjectKey, int] = {}
+        gone: dict[ObjectKey, int] = {}
+        for name in dict.fromkeys(self._changed.popleft() for _ in range(len(self._changed))):
+            if (key := object_key(name)) is None:
+                continue
+            info, before = self._store.info(name), self.sizes.pop(key, 0)
             size = disk_bytes(info.payload_bytes) if info else 0
             if size:
-                self._sizes[name] = size
-            if size == before:
-                continue
-            if size:
-                new[name] = size
-            if before:
-                gone[name] = before
-        return _by_key(new), _by_key(gone)
-
-    def all(self) -> Sizes:
-        """Return all objects that LMCache was told are there."""
-        return _by_key(self._sizes)
-
-
-def _by_key(sizes: dict[str, int]) -> Sizes:
-    return {key: size for name, size in sizes.items() if (key := object_key(name))}
+                self.sizes[key] = size
+            if size != before:
+                new |= {key: size} if size else {}
+                gone |= {key: before} if before else {}
+        return new, gone

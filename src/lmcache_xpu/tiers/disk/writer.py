@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu.metrics import STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.pause import Complaint
+from lmcache_xpu.tiers.pause import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
-__all__ = ["DiskWriter"]
+__all__ = ["BEHIND", "FAILED", "DiskWriter"]
 
 _DRAIN_SECONDS = 10.0
+BEHIND = (
+    "the disk is slower than the engine; not everything is stored "
+    "(docs: troubleshooting#disk-behind)"
+)
+FAILED = (
+    "a chunk could not be stored and was dropped (%s); if the disk is full, free space "
+    "or make disk_gib smaller (docs: troubleshooting#disk-not-stored)"
+)
 
 
 class DiskWriter:
@@ -50,18 +58,6 @@ class DiskWriter:
         self._pending_bytes = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(threads, "disk-write")
-        self._behind = Complaint(
-            "the disk is slower than the engine; not everything is stored "
-            "(docs: troubleshooting#disk-behind)"
-        )
-        self._crowded = Complaint(
-            "a chunk found no room beside those in use; not stored "
-            "(docs: troubleshooting#disk-crowded)"
-        )
-        self._failed = Complaint(
-            "a chunk could not be stored and was dropped (%s); if the disk is full, free space "
-            "or make disk.gib smaller (docs: troubleshooting#disk-not-stored)"
-        )
 
     def submit(
         self,
@@ -87,17 +83,12 @@ class DiskWriter:
                 future = self._threads.submit(self._write, key, name, obj, used_ns - age)
                 self.pending[name] = future
                 self._pending_bytes = after
-            future.add_done_callback(partial(self._if_cancelled, name, obj))
+            future.add_done_callback(partial(self._ended, name, obj))
         else:
             return
         if not self._closed:
             STORE_DISK.failed("behind")
-            self._behind.log()
-
-    def wait(self, name: str) -> None:
-        """Wait until no write of this chunk is queued or under way, ten seconds at most."""
-        if (future := self.pending.get(name)) is not None:
-            wait([future], timeout=_DRAIN_SECONDS)
+            complain(BEHIND)
 
     def cancel(self, is_meant: Callable[[str], bool]) -> bool:
         """Drop queued writes and wait for those under way; whether they ended in ten seconds."""
@@ -117,39 +108,30 @@ class DiskWriter:
     def _write(
         self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
     ) -> None:
-        watch = Stopwatch()
+        watch, layout = Stopwatch(), ChunkLayout.of(obj)
+        if layout is None:
+            self.dropped += 1
+            return
         try:
-            layout = ChunkLayout.of(obj)
-            if layout is None:
-                with self._lock:
-                    self.dropped += 1
-                return
             with watch.running():
                 stored = self._store.put(name, layout.text, obj.byte_array, used_ns, obj.is_valid)
             if stored:
                 layout.count(STORE_DISK, key, watch)
             elif obj.is_valid():
                 STORE_DISK.failed("crowded")
-                self._crowded.log()
+                complain("a chunk found no room; not stored (docs: troubleshooting#disk-crowded)")
             else:  # LMCache's server lends memory for a time only
                 STORE_DISK.failed("behind")
-                self._behind.log()
+                complain(BEHIND)
         except (OSError, ValueError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             STORE_DISK.failed("full" if full else "io")
-            self._failed.log(error)
-        finally:
-            self._ended(name, obj)
+            complain(FAILED, error)
 
-    def _ended(self, name: str, obj: MemoryObj) -> None:
+    def _ended(self, name: str, obj: MemoryObj, write: Future[None]) -> None:
         size = obj.get_size()
         obj.ref_count_down()
         with self._lock:
+            self.dropped += write.cancelled()
             del self.pending[name]
             self._pending_bytes -= size
-
-    def _if_cancelled(self, name: str, obj: MemoryObj, future: Future[None]) -> None:
-        if future.cancelled():
-            with self._lock:
-                self.dropped += 1
-            self._ended(name, obj)
