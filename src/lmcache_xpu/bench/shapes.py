@@ -72,11 +72,7 @@ class Shape:
 
 
 def chosen(kind: str, choices: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
-    """Return the choices of these names, in their own order; all of them without names.
-
-    Raises:
-        SettingsError: there is none of a name.
-    """
+    """Return the choices of these names, in their own order; all of them without names."""
     for name in names:
         if name not in choices:
             raise SettingsError(f"{kind} {name!r}", f"one of {', '.join(choices)}")
@@ -157,10 +153,6 @@ def default_name() -> str:
 
 
 def shape_named(name: str) -> Shape:
-    """Return the shape of this name.
-
-    Raises:
-        SettingsError: there is none of this name.
-    """
+    """Return the shape of this name; raises SettingsError if there is none."""
     [shape] = chosen("shape", {shape.name: shape for shape in SHAPES}, [name]).values()
     return shape

@@ -124,8 +124,7 @@ def check_patches(status: Status) -> Check:
     missing = [patch for patch, in_place in status.patches.items() if not in_place]
     if missing or not status.patches:
         state = f"not in place: {', '.join(missing) or 'none, the versions are not allowed'}"
-        advice = "Another package patches LMCache too, or see the check of versions."
-        return fail(name, state, advice)
+        return fail(name, state, "Another package patches LMCache too, or see the versions.")
     return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
 
 

@@ -120,14 +120,11 @@ class _Conversations:
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, and print its table.
 
-    Args:
-        work: directory for the model, the logs and the disk tier; all are kept, and the next demo
-            empties the disk tier.
-        port: the engine's, on the loopback interface; None takes a free one.
+    The model, the logs and the disk tier are kept in `work`, and the next demo empties the disk
+    tier.
 
     Raises:
-        SettingsError: `work` can't be written, there is no space, the port is taken, or another
-            engine uses the disk tier of an earlier demo.
+        SettingsError: `work` or the port can't be used, or there is no space.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
     settings = _settings(work, free_port() if port is None else port)

@@ -64,11 +64,13 @@ def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> Layer
         )
     if not layerwise:
         return kinds
-    widths = _widths_differ(config)
+    # Where layers differ in their heads, as Gemma 4's do, transformers keeps those apart.
+    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
+    widths = any("head_dim" in layer for layer in layers.values())
     if kinds.states or widths or (kinds.window and not kinds.whole):
-        layers = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
+        what = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
-            f"{layers} in a {config.model_type}, with layerwise",
+            f"{what} in a {config.model_type}, with layerwise",
             "layers that all attend to the whole prompt and have the same shape",
             OTHER_WAYS,
         )
@@ -140,7 +142,7 @@ def check_reachable(model: str) -> None:
 def read_model(model: str) -> Any:
     """Return the configuration of the language model in a directory, a file, or on a hub.
 
-    It has the names of transformers as attributes, those that the model's configuration has.
+    Its attributes have transformers' names.
 
     Raises:
         SettingsError: there is none, it is not of a decoder alone, or this needs transformers.
@@ -172,12 +174,6 @@ def read_model(model: str) -> Any:
     return SimpleNamespace(**text) if missing == [] else _complete(path, values, missing)
 
 
-def _widths_differ(config: PretrainedConfig) -> bool:
-    """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
-    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
-    return any("head_dim" in layer for layer in layers.values())
-
-
 def _from_hub(model: str) -> Path:
     check_reachable(model)
     from huggingface_hub import hf_hub_download
@@ -194,10 +190,8 @@ def _from_hub(model: str) -> Path:
 
 def _values(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError) as error:
+        values: dict[str, Any] = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise SettingsError(
             f"{path} ({type(error).__name__}: {str(error).splitlines()[0]})",
             "a model's config.json",

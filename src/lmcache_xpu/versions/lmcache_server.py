@@ -40,11 +40,7 @@ def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
 
 
 def chunk_tokens(client: RequestClient, alignment: int) -> Any:
-    """Ask a server for its tokens of a chunk; LMCache 0.5.7 rounds them up to a multiple.
-
-    Returns:
-        LMCache's future.
-    """
+    """Return LMCache's future of a server's tokens of a chunk; 0.5.7 rounds them to a multiple."""
     if hasattr(client, "negotiate_chunk_size"):
         return client.negotiate_chunk_size(alignment)
     return client.get_chunk_size()
@@ -53,12 +49,8 @@ def chunk_tokens(client: RequestClient, alignment: int) -> Any:
 def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any:
     """Begin to look for objects in LMCache's storage manager, and to lock those that may be hit.
 
-    LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request.
-
-    Args:
-        storage: the storage manager.
-        rows: LMCache's keys, by KV cache group.
-        in_memory: other tiers are left out, and the result is there at once.
+    LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request. `rows` are
+    LMCache's keys, by KV cache group. `in_memory`: the result is there at once.
     """
     from lmcache.v1.distributed.api import PrefetchTaskSpec
 
