@@ -166,13 +166,9 @@ def run(
             with ExitStack() as stack:
                 children = []
                 for variant, mask in zip(group, itertools.cycle(masks), strict=False):
-                    child = Child(
-                        variant,
-                        variant.values(shape, model, device, graphs=graphs),
-                        {**mask, **variant.variables(shape, device)},
-                        timeout_s=timeout_s,
-                        console=console,
-                    )
+                    values = variant.values(shape, model, device, graphs=graphs)
+                    variables = {**mask, **variant.variables(shape, device)}
+                    child = Child(variant, values, variables, timeout_s=timeout_s, console=console)
                     children.append(stack.enter_context(child))
                 results += [child.result for child in children]
                 for child in children:

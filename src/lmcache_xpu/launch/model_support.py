@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_ANSWER_S = 3.0
+MODELS = "a model directory, a config.json, or the name of a model on a hub"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 _ALWAYS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _HEADS, _SIZE, _KINDS = "num_key_value_heads", "head_dim", "layer_types"
@@ -148,12 +149,9 @@ def read_model(model: str) -> Any:
         SettingsError: there is none, it is not of a decoder alone, or this needs transformers.
     """
     path = Path(model).expanduser()
-    if not path.exists() and (path.suffix or model.startswith(("/", ".", "~"))):
-        raise SettingsError(
-            f"model={model}, which does not exist",
-            "a model directory, a config.json, or the name of a model on a hub",
-        )
     if not path.exists():
+        if path.suffix or model.startswith(("/", ".", "~")):
+            raise SettingsError(f"model={model}, which does not exist", MODELS)
         path = _from_hub(model)
     values = _values(path / "config.json" if path.is_dir() else path)
     if values.get("is_encoder_decoder"):
@@ -183,7 +181,7 @@ def _from_hub(model: str) -> Path:
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"no config.json of model={model} ({str(error).splitlines()[0]})",
-            "a model directory, a config.json, or the name of a model on a hub",
+            MODELS,
             "Check the name; HF_TOKEN is the key to models that need one.",
         ) from error
 
