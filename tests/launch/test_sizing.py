@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import model_support
-from lmcache_xpu.launch.model_support import weights_bytes
 from lmcache_xpu.launch.sizing import KVShape, fit
 
 pytestmark = [
@@ -237,24 +236,6 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
 
 def size(*arguments):
     return CliRunner().invoke(app, ["size", *map(str, arguments)], catch_exceptions=False)
-
-
-def test_a_gpu_fits_the_weights_or_not_and_what_is_left_is_the_engines(tmp_path):
-    model = write(tmp_path, LLAMA_3_8B)
-    assert "weights are not at hand" in size(model, "--gpu-gib", 24).stdout
-    index = {"metadata": {"total_size": 15 * 2**30}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    fitted = json.loads(size(model, "--gpu-gib", 24, "--json").stdout)
-    assert fitted["fits_gpu"] is True
-    assert fitted["tiers"]["engine"]["gib"] == pytest.approx(24 * 0.9 - 15)
-    assert "Does not fit" in size(model, "--gpu-gib", 16).stdout
-    assert "Fits: weights of 7.5 GiB" in size(model, "--gpu-gib", 16, "--tensor-parallel", 2).stdout
-
-
-def test_weights_are_the_sum_of_their_files_once(tmp_path):
-    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
-        (tmp_path / name).write_bytes(b"0" * 100)
-    assert weights_bytes(str(tmp_path)) == 200
 
 
 def test_the_server_keeps_windows_whole(tmp_path):

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from lmcache_xpu.cli.progress import count
 from lmcache_xpu.launch.fields import ENV_PREFIX, Cache
-from lmcache_xpu.launch.model_support import weights_bytes
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.launch.sizing import GIB, Fit, KVShape, fit, own_cache_gib
+from lmcache_xpu.launch.sizing import GIB, Fit, KVShape, fit
 
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
@@ -29,7 +28,6 @@ def _setting(name: str, text: str, *, least: float | None = None) -> typer.model
 _CACHE = _setting("cache", "Where LMCache runs: auto, in-process, or server.")
 _DTYPE = _setting("dtype", "Type of the model, which is the KV cache's where that is auto.")
 _KV_CACHE = _setting("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
-_FRACTION = _setting("memory_fraction", "Part of a GPU's memory that the engine may use.", least=0)
 _CPU = _setting("cpu_gib", "CPU tier per device, GiB.", least=0)
 _DISK = _setting("disk_gib", "Disk tier per device, GiB.", least=0)
 _CHUNK = _setting("chunk_tokens", "Tokens per stored chunk.", least=1)
@@ -44,13 +42,6 @@ def size(
     model: Annotated[str, typer.Argument(help="Model directory, config.json, or name on a hub.")],
     context: Annotated[int, typer.Option(min=1, help="Tokens of one user's history.")] = 8192,
     users: Annotated[int, typer.Option(min=1, help="Users whose histories are to be kept.")] = 1,
-    gpu_gib: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Memory of each GPU, GiB: whether the model fits, and what is left."
-        ),
-    ] = None,
-    memory_fraction: Annotated[float, _FRACTION] = _DEFAULTS["memory_fraction"],
     kv_dtype: Annotated[
         str, typer.Option(help="Type of the KV cache: auto, bfloat16, float16, float32 or fp8.")
     ] = "auto",
@@ -79,22 +70,16 @@ def size(
         pipeline_parallel=pipeline_parallel,
         server=cache == "server" or (cache == "auto" and ranks > 1),
     )
-    weights = weights_bytes(model) if gpu_gib is not None else None
-    room = None
-    if gpu_gib is not None and weights is not None:
-        room = own_cache_gib(gpu_gib, memory_fraction, weights, ranks)
-    own_gib = kv_cache_gib if kv_cache_gib is not None or room is None else max(room, 0.0)
     result = fit(
         shape,
         context_tokens=context,
         users=users,
         chunk_tokens=chunk_tokens,
-        tiers_gib={"engine": own_gib, "CPU": cpu_gib, "disk": disk_gib or None},
+        tiers_gib={"engine": kv_cache_gib, "CPU": cpu_gib, "disk": disk_gib or None},
         devices=ranks * data_parallel,
     )
     if as_json:
-        fits = {"weights_bytes": weights, "fits_gpu": None if room is None else room > 0}
-        typer.echo(json.dumps(dataclasses.asdict(result) | fits, indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
     console = Console(highlight=False)
     console.print(f"{shape}: {result.token_bytes:,} bytes per token and device")
@@ -104,23 +89,9 @@ def size(
     )
     for note in shape.notes:
         console.print(f"{note[0].upper()}{note[1:]}.")
-    if gpu_gib is not None:
-        console.print(_gpu_line(gpu_gib * memory_fraction, weights, ranks, room))
     console.print(_table(result))
     sizes = ", ".join(f"{name} {gib:g} GiB" for name, gib in result.machine_gib.items())
     console.print(f"of the machine, for {count(ranks * data_parallel, 'device')}: {sizes}")
-
-
-def _gpu_line(usable_gib: float, weights: int | None, ranks: int, room: float | None) -> str:
-    if weights is None or room is None:
-        return "The weights are not at hand: name the model's directory to see whether it fits."
-    each = f"weights of {weights / ranks / GIB:.1f} GiB on each GPU, of which {usable_gib:.1f} GiB"
-    if room <= 0:
-        return f"[red]Does not fit:[/red] {each} may be used."
-    return (
-        f"Fits: {each} may be used. At most {room:.1f} GiB are left for the engine's own cache, "
-        "less what its computing takes."
-    )
 
 
 def _table(result: Fit) -> Table:

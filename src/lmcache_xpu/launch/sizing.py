@@ -76,7 +76,12 @@ class KVShape:
         layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
-            notes.append(_states_note(state_bytes))
+            size = f"{state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens"
+            notes.append(
+                f"states of {size}, as vLLM keeps them at the end of a step, and once below the end"
+                if state_bytes
+                else "the states of its other layers are not counted: their size is not known here"
+            )
         windows = kinds.window if kinds.whole else 0  # all of the same kind are kept whole
         window = int(getattr(config, "sliding_window", None) or 0) if windows else 0
         if windows:
@@ -160,22 +165,8 @@ def fit(
     )
 
 
-def own_cache_gib(
-    gpu_gib: float, memory_fraction: float, weights: int, devices_of_an_engine: int
-) -> float:
-    """Return the most that is left of a GPU for the engine's own cache; below 0: too large a model.
-
-    Activations and graphs take a part of it, which the engine measures as it starts.
-    """
-    return gpu_gib * memory_fraction - weights / devices_of_an_engine / GIB
-
-
 def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:
-    """Return a layer's kind, its elements on one device, and what devices hold alike.
-
-    Raises:
-        SettingsError: its heads can't be divided among the devices.
-    """
+    """Return a layer's kind, its elements on one device, and what devices hold alike."""
     if latent := getattr(config, "kv_lora_rank", None):
         alike = f"each {tensor_parallel} devices hold the same, and one of them stores it for all"
         width: int = latent + config.qk_rope_head_dim  # every device has all of it
@@ -223,15 +214,6 @@ def _states(
     return layers, -(-names.count("linear_attention") // pipeline) * state // tensor
 
 
-def _states_note(state_bytes: int) -> str:
-    if not state_bytes:
-        return "the states of its other layers are not counted: their size is not known here"
-    return (
-        f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
-        "as vLLM keeps them at the end of a step, and once below the end"
-    )
-
-
 def _dtype(config: Any, kv_dtype: str, model_dtype: str) -> str:
     if kv_dtype == "auto":
         kv_dtype = _checkpoint_dtype(config) or model_dtype
@@ -254,11 +236,7 @@ def _checkpoint_dtype(config: Any) -> str:
 
 
 def check_dtype(kv_dtype: str) -> str:
-    """Return the short name of a KV cache's type.
-
-    Raises:
-        SettingsError: it is none that is counted here.
-    """
+    """Return the short name of a KV cache's type; raises SettingsError if none is counted here."""
     name = "fp8" if kv_dtype.startswith("fp8") else kv_dtype
     if name not in ITEM_BYTES:
         raise SettingsError(f"kv_dtype={kv_dtype}", f"auto, {', '.join(ITEM_BYTES)}")
