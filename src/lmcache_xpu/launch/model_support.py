@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_ANSWER_S = 3.0
+_INDEX = "model.safetensors.index.json"
 MODELS = "a model directory, a config.json, or the name of a model on a hub"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 _ALWAYS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -213,3 +214,30 @@ def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) 
     for name in {*config.attribute_map, "layers_block_type", _KINDS} - facts.keys():
         facts[name] = getattr(config, name, None)
     return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | facts)
+
+
+def weights_bytes(model: str) -> int | None:
+    """Return the bytes of a model's weights; None where only its configuration is at hand."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return None
+    if path.is_dir():
+        index = path / _INDEX
+        if index.is_file() and (total := _values(index).get("metadata", {}).get("total_size")):
+            return int(total)
+        files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    else:
+        from huggingface_hub import HfApi
+
+        try:
+            siblings = HfApi().model_info(model, files_metadata=True).siblings or ()
+        except (OSError, ValueError):
+            return None
+        files = {file.rfilename: file.size or 0 for file in siblings}
+    # Some hold the same a second time, as consolidated.*.safetensors.
+    names = (
+        name
+        for name in files
+        if name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
+    )
+    return sum(files[name] for name in names) or None

@@ -12,6 +12,10 @@ from lmcache_xpu.model.kv_cache_groups import WINDOW_TOKENS
 from lmcache_xpu.model.layer_kinds import LayerKinds
 
 GIB = 2**30
+# A simulation of recorded sessions of coding agents: how many times the tokens of an endless cache
+# are computed, by the tokens of tier for each agent at work.
+AGENT_TOKENS = 250_000
+AGENT_COMPUTE = {AGENT_TOKENS: 1.15, 125_000: 1.55, 75_000: 3.3, 25_000: 13.4}
 STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
 WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -107,12 +111,17 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The room in one tier, per device; `enough` says whether all users fit."""
+    """The room in one tier, per device; `enough` says whether all users fit.
+
+    With agents, `compute` is the most tokens that are computed, in those of an endless cache; None
+    where it is more than `AGENT_COMPUTE` says.
+    """
 
     gib: float
     tokens: int
     histories: int
     enough: bool
+    compute: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +144,11 @@ def fit(
     chunk_tokens: int,
     tiers_gib: Mapping[str, float | None],
     devices: int = 1,
+    agents: bool = False,
 ) -> Fit:
     """Count the histories of `context_tokens` that each tier holds; leaves out a tier of None.
+
+    With `agents`, the users are coding agents.
 
     Raises:
         SettingsError: a history is shorter than a chunk.
@@ -154,7 +166,9 @@ def fit(
     for name, gib in tiers_gib.items():
         if gib is not None:
             held = int(gib * GIB) / history
-            tiers[name] = Tier(gib, int(held * chunks) * chunk_tokens, int(held), held >= users)
+            held_tokens = int(held * chunks) * chunk_tokens
+            compute = agent_compute(held_tokens / users) if agents else None
+            tiers[name] = Tier(gib, held_tokens, int(held), held >= users, compute)
     return Fit(
         token_bytes=shape.token_bytes,
         history_tokens=tokens,
@@ -163,6 +177,21 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def agent_compute(tokens: float) -> float | None:
+    """Return the most that is computed with so many tokens of tier for each agent at work."""
+    return next((times for least, times in AGENT_COMPUTE.items() if tokens >= least), None)
+
+
+def own_cache_gib(
+    gpu_gib: float, memory_fraction: float, weights: int, devices_of_an_engine: int
+) -> float:
+    """Return the most that is left of a GPU for the engine's own cache; below 0: too large a model.
+
+    Activations and graphs take a part of it, which the engine measures as it starts.
+    """
+    return gpu_gib * memory_fraction - weights / devices_of_an_engine / GIB
 
 
 def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:
