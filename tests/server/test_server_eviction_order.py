@@ -17,7 +17,9 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
-from test_server_module import CHUNK, Context
+from lmcache.v1.multiprocess.engine_context import LayoutDescRegistry, MPCacheServerContext
+from lmcache.v1.multiprocess.session import SessionManager
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_xpu.cache.hit_places import Groups, Hit, Reservation, Rows, received, sent
 from lmcache_xpu.server.server_module import HitPlaces
@@ -27,7 +29,20 @@ pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
     for package in ("torch", "opentelemetry", "lmcache")
 ]
-OBJECT, ROOM, LONGEST, PROMPTS = 2**16, 24, 40, range(1, 5)  # bytes, chunks, chunks, prompts
+CHUNK, OBJECT = 8, 2**16  # tokens, bytes
+ROOM, LONGEST, PROMPTS = 24, 40, range(1, 5)  # chunks, chunks, prompts
+
+
+class Context:
+    """LMCache's context of a server, with what it makes keys of."""
+
+    resolve_obj_keys = MPCacheServerContext.resolve_obj_keys
+    chunk_size = CHUNK
+
+    def __init__(self, storage: StorageManager) -> None:
+        self.token_hasher = TokenHasher(CHUNK)
+        self.session_manager = SessionManager(self.token_hasher, cleanup_interval=None)
+        self.storage_manager, self.layout_desc_registry = storage, LayoutDescRegistry()
 
 
 class Server:
@@ -35,14 +50,14 @@ class Server:
 
     def __init__(self) -> None:
         memory = L1MemoryManagerConfig(ROOM * OBJECT, use_lazy=False, shm_name="")
-        self.context = Context()
-        self.context.storage_manager = self.storage = StorageManager(
+        self.storage = StorageManager(
             StorageManagerConfig(
                 L1ManagerConfig(memory),
                 EvictionConfig(EVICTION_POLICY, EVICTION_WATERMARK),
                 L2AdaptersConfig([]),
             )
         )
+        self.context = Context(self.storage)
         self.module, self.numbers = HitPlaces(self.context), itertools.count()
         self.module.register(sent(Groups(1, "model", 1, (OBJECT,), (0,))))
 
