@@ -128,5 +128,4 @@ class Keeper:
 
     def close(self) -> None:
         """In a thread: LMCache's threads end within seconds."""
-        self.cache._users = 1
         threading.Thread(target=self.cache.close).start()

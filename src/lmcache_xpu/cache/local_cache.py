@@ -103,7 +103,7 @@ class LocalCache:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
         ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
-        self._users = 0
+        self._users = 1  # halves of an engine
         self._device = device
         self._layouts: list[Any] = []
         self._windows: Sequence[int] = ()
@@ -147,7 +147,6 @@ class LocalCache:
         cache = cls(options, device, model, alignment, parallel.data_parallel_index)
         with cls._making:
             cls._of_engines[name] = cache
-            cache._users = 1
         return cache
 
     @classmethod

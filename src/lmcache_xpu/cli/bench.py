@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from lmcache_xpu.errors import SettingsError
 
@@ -47,7 +49,18 @@ IN_TURN = """All engines at once, asked in turn: a host that changes its speed d
 them. They share the devices out; these need memory for all."""
 GRAPHS = "With vLLM's compiled graphs: minutes longer."
 
+TRACE = """Replay a trace through the CPU tier's own look-ups and eviction, without an engine.
+
+What tiers of several sizes are worth; what they were with plain LRU, which evicts the beginning of
+a prompt first, and with the optimum, which knows the future (Belady). The engine's own cache counts
+as empty. Answers are not stored. The disk tier is left out: it depends on its speed.
+
+FILE: lines of Mooncake's or vLLM's timed_trace, a coding agent's session, or a folder of these."""
+SIZES = "Tokens of a tier; may be given several times (default: all that are stored, a half, ...)."
+USERS = "Sessions at once, where the file does not say when they begin."
+
 Names = list[str] | None
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")]
 TimeoutS = Annotated[int, typer.Option(min=1, help="Seconds until an engine starts or answers.")]
 
 
@@ -63,9 +76,7 @@ def measure(
     in_turn: Annotated[bool, typer.Option("--in-turn", help=IN_TURN)] = False,
     graphs: Annotated[bool, typer.Option("--graphs", help=GRAPHS)] = False,
     timeout_s: TimeoutS = 900,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure, show the figures, and write them after each row.
 
@@ -119,6 +130,44 @@ def measure(
     ours = [result for result in results if result.variant.startswith("ours")]
     if any(result.error or not (is_load or result.exact == 1) for result in ours):
         raise typer.Exit(1)
+
+
+@app.command("trace", help=TRACE)
+def trace(
+    file: Annotated[Path, typer.Argument(help="File or folder.")],
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help=SIZES)] = None,
+    users: Annotated[int, typer.Option(min=1, help=USERS)] = 8,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 256,
+    json_file: JsonFile = None,
+) -> None:
+    """Replay a trace for each size of a tier, and show what is hit and what is computed."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")  # else a line for each hit
+    from lmcache_xpu.bench.trace import POLICIES, hit_tokens, plain_lru, read
+    from lmcache_xpu.launch.preflight import check_file
+
+    if json_file is not None:
+        check_file(json_file, "--json")
+    requests = read(file, chunk_tokens=chunk_tokens, users=users)
+    asked = sum(request.tokens for request in requests)
+    stored = len({chunk for request in requests for chunk in request.chunks})
+    least = asked - hit_tokens(requests, plain_lru(requests, stored), chunk_tokens)
+    sizes = sorted({-(-stored >> halvings) for halvings in range(7)})
+    table, tiers = Table("tokens", "hit", "hit rate", *POLICIES, box=None), []
+    for room in [-(-size // chunk_tokens) for size in tokens or ()] or sizes:
+        rows = ((name, policy(requests, min(room, stored))) for name, policy in POLICIES.items())
+        hits = {name: hit_tokens(requests, row, chunk_tokens) for name, row in rows}
+        ratios = {name: (asked - hit) / least for name, hit in hits.items()}
+        tiers.append({"tokens": room * chunk_tokens, "hit": hits, "computed": ratios})
+        first = f"{room * chunk_tokens:,}", f"{hits['tier']:,}", f"{hits['tier'] / asked:.1%}"
+        table.add_row(*first, *(f"{ratio:.2f}" for ratio in ratios.values()))
+    about = {"prompts": len(requests), "tokens": asked, "endless_computes": least, "tiers": tiers}
+    if json_file is not None:
+        json_file.write_text(json.dumps(about, indent=1) + "\n")
+    console = Console(highlight=False)
+    console.print(
+        f"{len(requests):,} prompts, {asked:,} tokens: endless memory computes {least:,}."
+    )
+    console.print("tier, plain LRU, optimum: tokens computed, over those.", table, sep="\n")
 
 
 def exit_on_sigterm() -> None:

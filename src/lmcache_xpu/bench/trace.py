@@ -1,0 +1,180 @@
+"""A trace of requests, replayed through the CPU tier's look-ups and eviction, without an engine."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import pairwise, takewhile
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lmcache.v1.distributed.api import ObjectKey
+
+from lmcache_xpu.cache.local_cache import LocalCache
+from lmcache_xpu.cache.local_options import LocalCacheOptions
+from lmcache_xpu.cache.protocol import TokenRange
+from lmcache_xpu.errors import SettingsError
+
+__all__ = ["POLICIES", "Request", "hit_tokens", "optimum", "plain_lru", "read", "tier"]
+
+MOONCAKE_TOKENS, TIMED_TOKENS, AGENT_TOKENS = 512, 16, 64  # of a block
+NEXT_S, PAUSE_S = 60.0, 3600.0  # until the next session of a user, and at most until a request
+OBJECT_BYTES = 4096  # of a chunk: LMCache gives its memory out in pages
+EXPECTED = "JSON lines of Mooncake or of vLLM's timed_trace, or coding agents' sessions (.json)"
+
+
+class Request(NamedTuple):
+    """The tokens of a prompt, and the names of its whole chunks: equal names, equal prefixes."""
+
+    tokens: int
+    chunks: Sequence[int]
+
+
+class _Prompt(NamedTuple):
+    at: float  # s or ms, as the file has it
+    tokens: int
+    blocks: Sequence[Hashable]  # names; the last block may be cut short
+    block_tokens: int
+
+
+def read(path: Path, *, chunk_tokens: int, users: int) -> list[Request]:
+    """Read a file, or a folder of agents' sessions, in the order in which prompts are sent.
+
+    Args:
+        chunk_tokens: tokens of a chunk.
+        users: agents at work. Each begins its next session a minute after the last.
+
+    Raises:
+        SettingsError: it can't be read, or is no trace.
+    """
+    prompts, sessions, place = list[_Prompt](), list[list[_Prompt]](), str(path)
+    try:
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            place, text = str(file), file.read_text()
+            if file.suffix == ".json":
+                session = json.loads(text)
+                scope = "" if session.get("hash_id_scope") == "global" else file.name
+                block = session.get("block_size", AGENT_TOKENS)
+                sessions.append(list(_steps(session["requests"], scope, 0, block)))
+                continue
+            for number, line in enumerate(text.splitlines(), 1):
+                place = f"line {number} of {file}"
+                entry = json.loads(line)
+                tokens, names = entry["input_length"], entry["hash_ids"]
+                block = TIMED_TOKENS if tokens <= len(names) * TIMED_TOKENS else MOONCAKE_TOKENS
+                prompts.append(_Prompt(entry["timestamp"], tokens, names, block))
+        place = str(path)
+        prompts += _at_once(filter(None, sessions), users)
+        requests = list(_requests(sorted(prompts, key=itemgetter(0)), chunk_tokens))
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        what = f"{place}, which is no trace ({type(error).__name__}: {error})"
+        raise SettingsError(what, EXPECTED) from error
+    if not any(request.chunks for request in requests):
+        raise SettingsError(f"no prompt of {chunk_tokens} tokens in {path}", EXPECTED)
+    return requests
+
+
+def _steps(steps: list[dict[str, Any]], scope: str, begin: float, block: int) -> Iterator[_Prompt]:
+    for number, step in enumerate(steps):
+        at = begin + step["t"]
+        if step.get("type") == "subagent":  # an agent that is called, and waited for
+            yield from _steps(step["requests"], scope and f"{scope} {number} {at}", at, block)
+        else:
+            yield _Prompt(at, step["in"], [(scope, name) for name in step["hash_ids"]], block)
+
+
+def _at_once(sessions: Iterable[list[_Prompt]], users: int) -> Iterator[_Prompt]:
+    free = [0.0] * users
+    for session in sessions:
+        at = heapq.heappop(free)
+        session.sort(key=itemgetter(0))
+        for earlier, later in pairwise([session[0], *session]):
+            at += min(later.at - earlier.at, PAUSE_S)
+            yield later._replace(at=at)
+        heapq.heappush(free, at + NEXT_S)
+
+
+def _requests(prompts: Iterable[_Prompt], chunk_tokens: int) -> Iterator[Request]:
+    # A prefix of blocks is a node of a tree, by its parent and its last block.
+    nodes: dict[tuple[int, Hashable], int] = {}
+    chunks: dict[tuple[int, int], int] = {}  # by the node that holds the end, and the end
+    for _, tokens, blocks, size in prompts:
+        if len(blocks) > -(-tokens // size):
+            raise ValueError(f"{len(blocks)} hash_ids of {size} tokens for {tokens} tokens")
+        node, path = 0, []
+        for name in [*blocks, object()]:  # nobody else has what is behind the blocks
+            path.append(node := nodes.setdefault((node, name), len(nodes) + 1))
+        ends = range(chunk_tokens, tokens + 1, chunk_tokens)
+        places = [(path[min(-(-end // size) - 1, len(blocks))], end) for end in ends]
+        yield Request(tokens, tuple(chunks.setdefault(place, len(chunks)) for place in places))
+
+
+def hit_tokens(requests: list[Request], hits: Iterable[int], chunk_tokens: int) -> int:
+    """Return the tokens of hits of so many chunks; a prompt's last token is computed always."""
+    return sum(min(hit * chunk_tokens, r.tokens - 1) for r, hit in zip(requests, hits, strict=True))
+
+
+class _Key(ObjectKey):  # type: ignore[misc]
+    """A chunk's only key, equal to itself alone: to hash its fields would take long."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def tier(requests: list[Request], room: int) -> Iterator[int]:
+    """Yield the chunks that the CPU tier hits with each request, whose prompt it then stores."""
+    options = LocalCacheOptions.read({"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30})
+    keys: defaultdict[int, _Key] = defaultdict(lambda: _Key(b"", "", 0))
+    with closing(LocalCache(options, torch.device("cpu"), "")) as cache:
+        cache.register([OBJECT_BYTES], [0])
+        for number, request in enumerate(requests):
+            prompt, chunks = cache.prompt_keys(""), len(request.chunks)
+            prompt.by_group[0].extend(map(keys.__getitem__, request.chunks))
+            yield (hit := cache.hit_chunks(cache.find(prompt, chunks, in_memory=True)) or 0)
+            cache.unlock(prompt, hit, 0, hit)
+            if hit < chunks:
+                cache.reserve(number, TokenRange("", prompt, hit, chunks), [()])
+                cache.commit(number)
+
+
+def plain_lru(requests: list[Request], room: int) -> Iterator[int]:
+    """Yield the chunks that are hit where the beginning of a prompt is evicted first."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    for request in requests:
+        yield _hit(request, kept)
+        for chunk in request.chunks:
+            kept[chunk] = None
+            kept.move_to_end(chunk)
+        while len(kept) > room:
+            kept.popitem(last=False)
+
+
+def optimum(requests: list[Request], room: int) -> Iterator[int]:
+    """Yield the chunks that are hit where those go that are asked for last (Belady)."""
+    uses: dict[int, deque[float]] = defaultdict(deque)
+    for number, request in enumerate(requests):
+        for chunk in request.chunks:
+            uses[chunk].append(number)
+    kept: dict[int, float] = {}  # the next use of a chunk
+    last: list[tuple[float, int, int]] = []  # minus its next use and its place, and the chunk
+    for request in requests:
+        yield _hit(request, kept)
+        for place, chunk in enumerate(request.chunks):
+            uses[chunk].popleft()
+            kept[chunk] = next(iter(uses[chunk]), float("inf"))
+            heapq.heappush(last, (-kept[chunk], -place, chunk))
+        while len(kept) > room:
+            use, _, chunk = heapq.heappop(last)
+            if kept.get(chunk) == -use:
+                del kept[chunk]
+
+
+def _hit(request: Request, kept: Container[int]) -> int:
+    return sum(1 for _ in takewhile(kept.__contains__, request.chunks))
+
+
+POLICIES = {"tier": tier, "plain LRU": plain_lru, "optimum": optimum}
