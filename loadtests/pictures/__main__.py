@@ -15,8 +15,8 @@ from rich.console import Console
 
 from lmcache_xpu.errors import EngineError, LMCacheXPUError
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
-from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, make_model
+from lmcache_xpu.launch.preflight import check_directory
 from loadtests.compare_options import REFUSED
 from loadtests.facts import facts_of
 from loadtests.pictures.dashboard import read_dashboard
@@ -97,7 +97,7 @@ def main(
             recording = Recording.read(RECORDING)
         else:
             program = find_program(prometheus)
-            make_directory(work, "--work")
+            check_directory(work, "--work")
             console.print(
                 f"An engine on CPU, then {load_s:g} s of load; logs: {work}/pictures-*.log"
             )

@@ -98,10 +98,7 @@ DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.
 class Flow:
     """The counters of what moves in one direction between two places.
 
-    Args:
-        direction: of the move.
-        tier: the place beside the engine or its host memory.
-        reasons: why a move may fail, and what to do about it.
+    `reasons` are why a move may fail, and what to do about it.
     """
 
     def __init__(self, direction: Direction, tier: Tier, reasons: Mapping[str, str]) -> None:

@@ -106,7 +106,7 @@ def test_secrets_of_what_is_printed_are_in_no_part_of_the_file(tmp_path):
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_bench_is_a_command_that_exists(monkeypatch, tmp_path, quick):
     """Of which the measuring alone is left out."""
-    monkeypatch.setattr(machine_report, "built_for", lambda: "cpu")
+    monkeypatch.setattr("lmcache_xpu.bench.shapes.built_for", lambda: "cpu")
     asked = {}
 
     def run(shape, variants, jobs, *, repeats, timeout_s, **_):

@@ -31,7 +31,7 @@ def runs(monkeypatch):
 
     monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
-    monkeypatch.setattr("lmcache_xpu.launch.serve.built_for", lambda: "cpu")
+    monkeypatch.setattr("lmcache_xpu.bench.shapes.built_for", lambda: "cpu")
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
     return begun
 

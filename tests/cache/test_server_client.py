@@ -12,7 +12,6 @@ pytest.importorskip("vllm")
 
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
-from lmcache_xpu.cache import server_client
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.server_client import KeyScope
 from lmcache_xpu.errors import SettingsError
@@ -44,7 +43,7 @@ def config(*, rank: int = 0, tensor: int = 1, pipeline: int = 1, context: int = 
     ],
 )
 def test_what_ranks_hold_alike_has_one_key(monkeypatch, is_mla: bool, rank: int, scope: KeyScope):
-    monkeypatch.setattr(server_client.lmcache_server, "mla_only", lambda _: is_mla, raising=False)
+    monkeypatch.setattr("lmcache.integration.vllm.utils.mla_only", lambda _: is_mla)
     assert KeyScope.of(config(rank=rank, tensor=2, pipeline=2)) == scope
 
 

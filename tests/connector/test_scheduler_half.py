@@ -67,7 +67,7 @@ def make(monkeypatch):
     """Makes a half, with a worker in its process or not."""
     monkeypatch.setattr(scheduler_half, "Keys", Keys)
     monkeypatch.setattr(
-        tracked_request.lmcache_server,
+        tracked_request,
         "extract_request_configs_from_request",
         lambda r: r.options,
         raising=False,

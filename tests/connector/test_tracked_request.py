@@ -28,7 +28,7 @@ def tracked(tokens, *, features=(), options=None, **sizes) -> TrackedRequest:
 def test_tokens_are_packed_once_and_anew_when_there_are_others(monkeypatch):
     packed = []
     monkeypatch.setattr(
-        tracked_request.lmcache_server,
+        tracked_request,
         "key_tokens",
         lambda tokens: packed.append(1) or tuple(tokens),
     )

@@ -81,7 +81,7 @@ class LateDevice(TorchFunctionMode):
                 (staging, "SideStream", self.side_stream),
                 (slots, "upload", self._upload),
                 (staging, "upload", self._upload),
-                (staging, "transfer_of", lambda view: _late(self, transfer_of(view))),
+                (staging, "transfer_of", lambda view: _Late(self, transfer_of(view))),
                 (step_loads, "ThreadPoolExecutor", lambda *args: self.finisher),
                 (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
                 (transfers, "GRACE_S", 0.0),
@@ -272,26 +272,14 @@ class _Late:
         self._device = device
         self._transfer = transfer
 
-    def gather(self, *args: Any) -> None:
-        self._device.enqueue(lambda: self._transfer.gather(*args))
+    def gather(self, *args: Any, **host: Any) -> None:
+        self._device.enqueue(lambda: self._transfer.gather(*args, **host))
 
-    def scatter(self, *args: Any) -> None:
-        self._device.enqueue(lambda: self._transfer.scatter(*args))
+    def scatter(self, *args: Any, **host: Any) -> None:
+        self._device.enqueue(lambda: self._transfer.scatter(*args, **host))
 
     def warm_up(self) -> bool:
         return self._transfer.warm_up()
 
-
-class _LateDirect(_Late):
-    """One that reaches host memory."""
-
     def aligned(self, addresses: torch.Tensor) -> bool:
         return self._transfer.aligned(addresses)
-
-    def move_chunks(self, *args: Any, **options: Any) -> None:
-        self._device.enqueue(lambda: self._transfer.move_chunks(*args, **options))
-
-
-def _late(device: LateDevice, transfer: Any) -> _Late:
-    kind = _LateDirect if hasattr(transfer, "move_chunks") else _Late
-    return kind(device, transfer)

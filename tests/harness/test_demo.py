@@ -15,8 +15,8 @@ from lmcache_xpu.cli import app
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.harness import demo
 from lmcache_xpu.harness.client import Answer, CacheCounts
-from lmcache_xpu.harness.outputs import check_file
 from lmcache_xpu.harness.random_model import corpus
+from lmcache_xpu.launch.preflight import check_file
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
 CHUNK = 256
@@ -176,7 +176,7 @@ def test_a_disk_tier_in_use_is_left_alone(engine, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--work", "/proc/x"), "--work /proc/x, where nothing can be written"),
+        (("--work", "/proc/x"), "--work /proc/x, which can't be written"),
         (("--port", "99999"), "port=99999"),
         (("--port", "0"), "port=0"),
     ],

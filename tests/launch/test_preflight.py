@@ -15,7 +15,7 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import serve as module
 from lmcache_xpu.launch.engine_arguments import engine_variables
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.preflight import check_disk, preflight
+from lmcache_xpu.launch.preflight import check_directory, preflight
 from lmcache_xpu.launch.serve import serve
 from lmcache_xpu.launch.settings import Settings
 
@@ -86,12 +86,12 @@ def test_of_a_hub_s_model_the_downloaded_configuration_counts(tmp_path):
 
 def test_a_disk_path_that_is_a_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match=r"disk_path=.*can't be written"):
-        check_disk(tmp_path / "file")
+    with pytest.raises(SettingsError, match=r"disk_path .*can't be written"):
+        check_directory(tmp_path / "file", "disk_path")
 
 
 def test_a_disk_path_is_made_and_left_empty(tmp_path):
-    check_disk(tmp_path / "a" / "b")
+    check_directory(tmp_path / "a" / "b", "disk_path")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -102,7 +102,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.tempfile, "TemporaryFile", Full)
     with pytest.raises(SettingsError, match="No space left"):
-        check_disk(tmp_path)
+        check_directory(tmp_path, "disk_path")
 
 
 @pytest.fixture

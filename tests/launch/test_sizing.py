@@ -12,7 +12,7 @@ from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch import model_support
 from lmcache_xpu.launch.model_support import weights_bytes
-from lmcache_xpu.launch.sizing import KVShape, fit
+from lmcache_xpu.launch.sizing import KVShape, agent_compute, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -206,6 +206,7 @@ def test_the_command_reads_the_variables_of_serve(tmp_path):
         "tokens": 65536,
         "histories": 8,
         "enough": False,
+        "compute": None,
     }
     assert fitted["tiers"]["disk"]["enough"] is True
 
@@ -237,6 +238,27 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
 
 def size(*arguments):
     return CliRunner().invoke(app, ["size", *map(str, arguments)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_agent", "compute"),
+    [(250_000, 1.15), (249_999, 1.55), (125_000, 1.55), (75_000, 3.3), (25_000, 13.4), (1, None)],
+)
+def test_what_agents_compute_depends_on_the_tokens_for_each(tokens_per_agent, compute):
+    assert agent_compute(tokens_per_agent) == compute
+
+
+def test_agents_count_250_000_tokens_each(tmp_path):
+    """Of 128 KiB a token: 30.5 GiB for each, in whole chunks."""
+    model = write(tmp_path, LLAMA_3_8B)
+    fitted = json.loads(size(model, "--agents", 2, "--cpu-gib", 61, "--json").stdout)
+    assert fitted["history_tokens"] == 250_000 // 256 * 256
+    assert fitted["tiers"]["CPU"]["enough"] is True
+    said = size(model, "--agents", 8, "--cpu-gib", 61).stdout
+    assert "30.50 GiB per agent, 244.00 GiB for 8 agents" in said
+    assert "up to 13.4" in said
+    refused = size(model, "--agents", 8, "--users", 2)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
 
 
 def test_a_gpu_fits_the_weights_or_not_and_what_is_left_is_the_engines(tmp_path):

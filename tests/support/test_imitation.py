@@ -121,5 +121,5 @@ def test_kernels_that_go_where_they_must_not_are_seen(machine, pinned: bool, say
     rows = Rows(torch.zeros(1, dtype=torch.int64, device="xpu"), None)
     form = host[:64].view(1, 2, 1, 1, 32)
     with pytest.raises(Exception, match=says):
-        TritonTransfer.of(view_of(cache)).move_chunks(rows, table, form, 0, gather=True)
+        TritonTransfer.of(view_of(cache)).gather(rows, form, table=table)
     GPU.here.faults.clear()

@@ -30,11 +30,11 @@ class Transfer:
     def aligned(self, addresses: torch.Tensor) -> bool:
         return self._aligned
 
-    def move_chunks(self, rows: Any, table: Any, form: Any, layer: int, **options: Any) -> None:
-        self.moved.append((rows.engine.tolist(), table.tolist(), layer))
+    def gather(self, rows: Any, form: Any, layer: int, **host: Any) -> None:
+        if host:  # else it is staged
+            self.moved.append((rows.engine.tolist(), host["table"].tolist(), layer))
 
-    def scatter(self, *args: Any) -> None:
-        """Staged."""
+    scatter = gather
 
 
 @pytest.fixture

@@ -175,7 +175,8 @@ def test_chunks_in_many_places_in_one_launch(offset: int, kind: str, slots: list
     def move(parts: list[torch.Tensor], layer: int, *, gather: bool) -> None:
         form = parts[0].view(sizes[0], cache.planes, hidden).permute(1, 0, 2)[None, :, None]
         table = torch.tensor([part.data_ptr() - offset for part in parts], device=caches.DEVICE)
-        mover.move_chunks(rows, table, form, layer, gather=gather, offset=offset)
+        moves = mover.gather if gather else mover.scatter
+        moves(rows, form, layer, table=table, offset=offset)
 
     whole = cache.host(len(slots))
     wanted = expected_gather(cache, slots, whole)

@@ -140,11 +140,10 @@ def test_nothing_is_compiled_after_warming_up(heads: int, dim: int, order: str, 
             whole = torch.zeros(2 * 2 * layers * 32 * view.row_bytes, dtype=torch.uint8)
             form = piece.staged(whole)
             for first in range(5 - layers + 1):
-                mover.scatter(made.chunks(0, 2), form, first)
-                mover.gather(made.chunks(0, 2), form, first)
-                for gather in (True, False):
+                for move in (mover.scatter, mover.gather):
+                    move(made.chunks(0, 2), form, first)
                     table = torch.zeros(2, dtype=torch.int64)
-                    mover.move_chunks(made.chunks(0, 2), table, form, first, gather=gather)
+                    move(made.chunks(0, 2), form, first, table=table)
     assert recorder.seen == warmed
 
 

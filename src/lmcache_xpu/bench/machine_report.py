@@ -20,8 +20,8 @@ from rich.console import Console
 
 from lmcache_xpu import __version__
 from lmcache_xpu.bench.redaction import Redactor
-from lmcache_xpu.bench.shapes import shape_named
-from lmcache_xpu.launch.serve import METRICS_VARIABLE, built_for
+from lmcache_xpu.bench.shapes import default_name, shape_named
+from lmcache_xpu.launch.serve import METRICS_VARIABLE
 
 COMMAND = "from lmcache_xpu.cli import app; app()"
 MACHINE = """from lmcache_xpu.bench.runner import machine
@@ -49,14 +49,12 @@ class Outcome:
 
 
 def parts(figures: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
-    """Return all parts by name, the quickest first.
+    """Return all parts by name, the quickest first; `bench` writes the file `figures`.
 
-    Args:
-        figures: the file that `bench` writes.
-        quick: fewer requests, each once, and the standard mode alone.
-        timeout_s: seconds that an engine may take to start, and for each answer.
+    With `quick` there are fewer requests, each once, and the standard mode alone. An engine may
+    take `timeout_s` seconds to start, and for each answer.
     """
-    shape = shape_named("small" if built_for() == "cpu" else "1b")
+    shape = shape_named(default_name())
     bench = ["bench", "engine", "--shape", shape.name, "--json", str(figures)]
     bench += ["--timeout-s", f"{timeout_s:.0f}", "--variant", "none", "--variant", "ours"]
     if quick:
@@ -72,26 +70,14 @@ def parts(figures: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
 
 
 class MachineReport:
-    """The file, written anew before and after each part.
-
-    Args:
-        path: the file.
-        command: the command that made it.
-        redact: hides keys, passwords, names, addresses and paths.
-        figures: a file of JSON that a part may write.
-    """
+    """The file, written anew before and after each part; `figures` is a file that a part writes."""
 
     def __init__(self, path: Path, command: str, redact: Redactor, figures: Path) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self._path, self._command, self._redact, self._figures = path, command, redact, figures
 
     def run(self, parts: Mapping[str, Part], console: Console) -> bool:
-        """Run all parts, one after another; return whether all is well.
-
-        Args:
-            parts: the parts, by their names.
-            console: shows a line for each part that has ended.
-        """
+        """Run all parts, and show a line for each that has ended; return whether all is well."""
         self.outcomes = {name: Outcome() for name in parts}
         for name, part in parts.items():
             outcome, begin = self.outcomes[name], time.monotonic()

@@ -141,12 +141,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 class Redactor:
     """Hides keys, passwords, names of hosts and users, paths and addresses.
 
-    Args:
-        environ: variables. Values of unlisted ones are hidden in all texts, and so are the hosts of
-            addresses in any.
-        hosts: names of this machine.
-        users: names of its users.
-        homes: the user's home directories.
+    Values of unlisted variables are hidden in all texts, and so are the hosts of addresses in any.
     """
 
     def __init__(

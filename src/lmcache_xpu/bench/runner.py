@@ -166,13 +166,9 @@ def run(
             with ExitStack() as stack:
                 children = []
                 for variant, mask in zip(group, itertools.cycle(masks), strict=False):
-                    child = Child(
-                        variant,
-                        variant.values(shape, model, device, graphs=graphs),
-                        {**mask, **variant.variables(shape, device)},
-                        timeout_s=timeout_s,
-                        console=console,
-                    )
+                    values = variant.values(shape, model, device, graphs=graphs)
+                    variables = {**mask, **variant.variables(shape, device)}
+                    child = Child(variant, values, variables, timeout_s=timeout_s, console=console)
                     children.append(stack.enter_context(child))
                 results += [child.result for child in children]
                 for child in children:
@@ -209,16 +205,6 @@ def device_masks(device: str, count: int) -> list[dict[str, str]]:
     names = users.split(",") if users else [*map(str, range(torch.accelerator.device_count()))]
     firsts = range(0, len(names) - count + 1, count)  # what is left over is no engine's
     return [{variable: ",".join(names[first : first + count])} for first in firsts] or [{}]
-
-
-def device_memory_bytes() -> int:
-    """Return the size of the first device's memory; 0 without an accelerator."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return 0
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return int(module.get_device_properties(0).total_memory)
 
 
 def machine() -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from lmcache_xpu.bench.jobs import Conversations, Decoding, Prompts
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
+from lmcache_xpu.launch.serve import built_for
 
 T = TypeVar("T")
 Request = Prompts | Decoding | Conversations
@@ -71,11 +72,7 @@ class Shape:
 
 
 def chosen(kind: str, choices: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
-    """Return the choices of these names, in their own order; all of them without names.
-
-    Raises:
-        SettingsError: there is none of a name.
-    """
+    """Return the choices of these names, in their own order; all of them without names."""
     for name in names:
         if name not in choices:
             raise SettingsError(f"{kind} {name!r}", f"one of {', '.join(choices)}")
@@ -148,22 +145,14 @@ SHAPES = (
         ),
     ),
 )
-# What the largest shape takes of a device: weights of 15 GiB, KV cache of 12 GiB, and activations.
-LARGE_GIB = 32
 
 
-def default_name(device: str, memory_bytes: int) -> str:
-    """Return the name of the largest shape that a device holds."""
-    if device == "cpu":
-        return "small"
-    return "8b" if memory_bytes >= LARGE_GIB * 2**30 else "1b"
+def default_name() -> str:
+    """Return the name of a shape that any device holds that vLLM here is built for."""
+    return "small" if built_for() == "cpu" else "1b"
 
 
 def shape_named(name: str) -> Shape:
-    """Return the shape of this name.
-
-    Raises:
-        SettingsError: there is none of this name.
-    """
+    """Return the shape of this name; raises SettingsError if there is none."""
     [shape] = chosen("shape", {shape.name: shape for shape in SHAPES}, [name]).values()
     return shape

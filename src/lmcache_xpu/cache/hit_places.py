@@ -22,8 +22,6 @@ from lmcache_xpu.errors import TransferError
 __all__ = [
     "ALIGN",
     "COMMIT",
-    "EVICTION_POLICY",
-    "EVICTION_WATERMARK",
     "LOCATE",
     "REGISTER",
     "RELEASE",
@@ -42,9 +40,6 @@ ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     f"lmcache_xpu.{name}_v4"
     for name in ("align", "register", "locate", "release", "reserve", "commit")
 )
-
-# LMCache's own eviction is off, see `room`: a policy that names nothing, at a usage that can't be.
-EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
 M = TypeVar("M")
 Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object

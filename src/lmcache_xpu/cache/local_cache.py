@@ -25,12 +25,7 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from lmcache_xpu.cache.hit_places import (
-    EVICTION_POLICY,
-    EVICTION_WATERMARK,
-    ObjectSlots,
-    needed_chunks,
-)
+from lmcache_xpu.cache.hit_places import ObjectSlots, needed_chunks
 from lmcache_xpu.cache.local_options import CPU, LocalCacheOptions
 from lmcache_xpu.cache.protocol import Answer, Skipped, TokenRange
 from lmcache_xpu.cache.room import Room, object_layout
@@ -38,6 +33,7 @@ from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
+from lmcache_xpu.tiers.server_options import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 from lmcache_xpu.versions.lmcache_server import begin_prefetch

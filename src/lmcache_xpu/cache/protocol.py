@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 from lmcache_xpu.cache.hit_places import ObjectSlots
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import Flow
-from lmcache_xpu.versions import lmcache_server
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,6 +93,8 @@ class KeyScope(NamedTuple):
         Raises:
             SettingsError: ranks that share out the tokens of a prompt.
         """
+        from lmcache.integration.vllm.utils import mla_only  # imports vLLM
+
         parallel, model = config.parallel_config, config.model_config
         if parallel.decode_context_parallel_size > 1:
             raise SettingsError(
@@ -102,7 +103,7 @@ class KeyScope(NamedTuple):
                 "Serve this model without KV-cache offload (--no-offload).",
             )
         ranks, rank, tensor = parallel.world_size, parallel.rank, parallel.tensor_parallel_size
-        if not lmcache_server.mla_only(model):
+        if not mla_only(model):
             return cls(model.model, ranks, rank, 1, True, tensor)
         return cls(model.model, ranks // tensor, rank // tensor, tensor, not rank % tensor, tensor)
 

@@ -13,6 +13,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
 from lmcache_xpu.cache.hit_places import ALIGN
 from lmcache_xpu.cache.lookups import LookUps
 from lmcache_xpu.cache.protocol import CachePlaces, KeyScope, TokenRange
@@ -20,7 +23,6 @@ from lmcache_xpu.cache.server_places import ServerPlaces
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
-from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
 __all__ = ["KeyScope", "ServerClient"]
 
@@ -61,7 +63,7 @@ class ServerClient:
         self._is_closed = False
         self._ends = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        self.requests: Any = lmcache_server.RequestClientFactory.create(url)
+        self.requests: Any = RequestClientFactory.create(url)
         try:
             self.chunk_tokens: int = self._asked_chunk_tokens()
         except TimeoutError:

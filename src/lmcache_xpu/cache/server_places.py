@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+
 from lmcache_xpu.cache.hit_places import (
     COMMIT,
     LOCATE,
@@ -25,7 +27,6 @@ from lmcache_xpu.cache.hit_places import (
 )
 from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.versions.lmcache_server import ServerModuleCallRequest
 
 __all__ = ["ServerPlaces"]
 

@@ -36,7 +36,7 @@ own cache holds (conversations).
 `room` is an engine whose own cache holds everything. Exits with 1 if an engine with this
 package fails."""
 
-SHAPES = "8b, 1b or small (default: small on CPU, 1b on GPUs below 32 GiB, else 8b)."
+SHAPES = "8b, for GPUs of 32 GiB and more, 1b or small (default: small on CPU, else 1b)."
 VARIANTS = """none, ours, ours-layerwise, ours-server, lmcache, lmcache-layerwise, lmcache-server,
 offloading or, of loads, room; may be given several times (default: all)."""
 ONLY = """The prompts of a table, '61440 + 4096' say, or a load: decoding, copying, storing or
@@ -76,12 +76,11 @@ def measure(
     from lmcache_xpu.bench.report import Report
     from lmcache_xpu.bench.shapes import chosen, default_name, shape_named
     from lmcache_xpu.bench.variants import variants_named
-    from lmcache_xpu.harness.outputs import check_file
-    from lmcache_xpu.launch.serve import built_for
+    from lmcache_xpu.launch.preflight import check_file
 
     if json_file is not None:
         check_file(json_file, "--json")
-    model = shape_named(shape or default_name(built_for(), runner.device_memory_bytes()))
+    model = shape_named(shape or default_name())
     is_load = context.info_name == "load"
     model = (model.under_load() if is_load else model).on_devices(tensor_parallel)
     requests = chosen("load" if is_load else "row", model.requests, only or ())

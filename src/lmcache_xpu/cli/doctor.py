@@ -75,10 +75,10 @@ def _row(check: Check) -> Table:
 
 def _conclusion(failed: Sequence[str], warnings: int, model: str | None, *, build: bool) -> str:
     """Return the sentence about all checks, and the command that comes next."""
-    also = f", {count(warnings, 'warning')}"
+    also = f", {count(warnings, 'warning')}. Next:"
     if failed:
         checks = f"{count(len(failed), 'check')} failed ({', '.join(failed)})"
-        return f"Not ready: {checks}{also}. Next: follow the advice, then lmcache-xpu doctor again"
+        return f"Not ready: {checks}{also} follow the advice, then lmcache-xpu doctor again"
     start = f"lmcache-xpu serve {model or 'MODEL'}"
     after = "lmcache-xpu doctor, where the engine will run" if build else start
-    return f"Ready: no check failed{also}. Next: {after}"
+    return f"Ready: no check failed{also} {after}"

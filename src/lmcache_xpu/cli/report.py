@@ -31,7 +31,7 @@ def report(
     """
     from lmcache_xpu.bench.machine_report import MachineReport, parts
     from lmcache_xpu.bench.redaction import Redactor
-    from lmcache_xpu.harness.outputs import check_file
+    from lmcache_xpu.launch.preflight import check_file
 
     exit_on_sigterm()
     if path.exists():

@@ -11,10 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_xpu.cli.progress import count
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.fields import ENV_PREFIX, Cache
 from lmcache_xpu.launch.model_support import weights_bytes
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.launch.sizing import GIB, Fit, KVShape, fit, own_cache_gib
+from lmcache_xpu.launch.sizing import (
+    AGENT_COMPUTE,
+    AGENT_TOKENS,
+    GIB,
+    Fit,
+    KVShape,
+    fit,
+    own_cache_gib,
+)
 
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
@@ -42,8 +51,16 @@ _DATA = _setting("data_parallel", "Engines that share the requests.", least=1)
 
 def size(
     model: Annotated[str, typer.Argument(help="Model directory, config.json, or name on a hub.")],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of one user's history.")] = 8192,
-    users: Annotated[int, typer.Option(min=1, help="Users whose histories are to be kept.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one user's history (default: 8192).")
+    ] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Users whose histories are to be kept (default: 1).")
+    ] = None,
+    agents: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Coding agents at work, instead: {AGENT_TOKENS:,} tokens each."),
+    ] = None,
     gpu_gib: Annotated[
         float | None,
         typer.Option(
@@ -70,6 +87,11 @@ def size(
     Sizes are per device, as the settings of `serve` are. Options not given are read from the
     variables of `serve`. Needs neither vLLM nor a GPU.
     """
+    if agents is not None and (users is not None or context is not None):
+        raise SettingsError(
+            "--agents with --users or --context",
+            "one of the two: agents have histories of their own",
+        )
     ranks = tensor_parallel * pipeline_parallel
     shape = KVShape.of_model(
         model,
@@ -86,11 +108,12 @@ def size(
     own_gib = kv_cache_gib if kv_cache_gib is not None or room is None else max(room, 0.0)
     result = fit(
         shape,
-        context_tokens=context,
-        users=users,
+        context_tokens=context or (AGENT_TOKENS if agents else 8192),
+        users=agents or users or 1,
         chunk_tokens=chunk_tokens,
         tiers_gib={"engine": own_gib, "CPU": cpu_gib, "disk": disk_gib or None},
         devices=ranks * data_parallel,
+        agents=agents is not None,
     )
     if as_json:
         fits = {"weights_bytes": weights, "fits_gpu": None if room is None else room > 0}
@@ -98,15 +121,16 @@ def size(
         return
     console = Console(highlight=False)
     console.print(f"{shape}: {result.token_bytes:,} bytes per token and device")
+    whose = count(agents, "agent") if agents else count(users or 1, "user")
     console.print(
         f"{result.history_tokens:,} tokens in whole chunks: {result.history_bytes / GIB:.2f} GiB "
-        f"per user, {result.needed_gib:.2f} GiB for {count(users, 'user')}"
+        f"per {'agent' if agents else 'user'}, {result.needed_gib:.2f} GiB for {whose}"
     )
     for note in shape.notes:
         console.print(f"{note[0].upper()}{note[1:]}.")
     if gpu_gib is not None:
         console.print(_gpu_line(gpu_gib * memory_fraction, weights, ranks, room))
-    console.print(_table(result))
+    console.print(_table(result, agents=agents is not None))
     sizes = ", ".join(f"{name} {gib:g} GiB" for name, gib in result.machine_gib.items())
     console.print(f"of the machine, for {count(ranks * data_parallel, 'device')}: {sizes}")
 
@@ -123,9 +147,17 @@ def _gpu_line(usable_gib: float, weights: int | None, ranks: int, room: float | 
     )
 
 
-def _table(result: Fit) -> Table:
-    table = Table("tier", "GiB", "tokens", "users' histories", "enough", box=None)
+def _table(result: Fit, *, agents: bool) -> Table:
+    columns = ["tier", "GiB", "tokens", "agents" if agents else "users' histories", "enough"]
+    table = Table(*columns, *(["computed, x endless cache"] if agents else []), box=None)
     for name, tier in result.tiers.items():
-        enough = "yes" if tier.enough else "[red]no[/red]"
-        table.add_row(name, f"{tier.gib:.4g}", f"{tier.tokens:,}", f"{tier.histories:,}", enough)
+        row = [f"{tier.gib:.4g}", f"{tier.tokens:,}", f"{tier.histories:,}"]
+        row.append("yes" if tier.enough else "[red]no[/red]")
+        if agents:
+            row.append(
+                f"more than {max(AGENT_COMPUTE.values())}"
+                if tier.compute is None
+                else f"up to {tier.compute}"
+            )
+        table.add_row(name, *row)
     return table

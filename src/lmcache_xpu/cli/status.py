@@ -47,7 +47,12 @@ def status(
         raise SettingsError("--since without --url", "a running engine's --url beside it")
     console = Console(highlight=False, soft_wrap=True)
     if not as_json:
-        _show_versions(console, versions.installed())
+        software = versions.installed()
+        console.print("Installed here")
+        for name in ("lmcache", "vllm", "torch"):
+            console.print(f"  {name:<12}{getattr(software, name) or 'not installed'}")
+        tested = "tested together" if software.tested else "[red]not a tested combination[/red]"
+        console.print(f"  {'versions':<12}{tested}")
     with working("Importing vLLM, to see what it will use"):
         from lmcache_xpu.vllm_hooks.patches import status as read_status
 
@@ -126,16 +131,7 @@ def _use_table(use: CacheUse) -> Table:
     return table
 
 
-def _show_versions(console: Console, software: versions.Versions) -> None:
-    console.print("Installed here")
-    for name in ("lmcache", "vllm", "torch"):
-        console.print(f"  {name:<12}{getattr(software, name) or 'not installed'}")
-    tested = "tested together" if software.tested else "[red]not a tested combination[/red]"
-    console.print(f"  {'versions':<12}{tested}")
-
-
 def _show_connectors(console: Console, state: Status) -> None:
-    """Print a line for each class and each replaced attribute; lines are never folded."""
     console.print("\nAn engine that starts here uses")
     for device, (standard, layerwise) in state.devices.items():
         console.print(f"  on {device}")

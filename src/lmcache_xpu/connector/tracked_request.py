@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lmcache.integration.vllm.utils import (
+    apply_mm_hashes_to_token_ids,
+    extract_mm_features,
+    extract_request_configs_from_request,
+)
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.versions import lmcache_server
+from lmcache_xpu.versions.lmcache_server import key_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,7 +99,7 @@ class TrackedRequest:
         self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]
         self.kept = self.hit = self.stored = self.described = 0
         self._salt = salt
-        self._options = lmcache_server.extract_request_configs_from_request(request)
+        self._options = extract_request_configs_from_request(request)
         limit = (self._options or {}).get(MOST_STORED)  # as the client sent it
         self.most_stored = max(0, limit) if isinstance(limit, int) else None
         self._keys = keys
@@ -188,7 +193,7 @@ class TrackedRequest:
         which = len(tokens), tokens[-1] if len(tokens) else None
         if self._packed[0] != which:
             named = [*self._prompt, *tokens[len(self._prompt) :]] if self._prompt else list(tokens)
-            self._packed = which, lmcache_server.key_tokens(named)
+            self._packed = which, key_tokens(named)
         return self._packed[1]
 
     def _named_tokens(self, tokens: int) -> int:
@@ -200,10 +205,10 @@ class TrackedRequest:
 
 def _named_images(request: Request) -> list[int]:
     """Return a prompt's tokens, with names of its images in their places; none without images."""
-    names, places = lmcache_server.extract_mm_features(request)
+    names, places = extract_mm_features(request)
     if not (names and places):
         return []
     tokens = torch.tensor(request.prompt_token_ids)
-    lmcache_server.apply_mm_hashes_to_token_ids(tokens, names, places)
+    apply_mm_hashes_to_token_ids(tokens, names, places)
     named: list[int] = tokens.tolist()
     return named

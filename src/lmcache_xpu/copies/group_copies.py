@@ -49,10 +49,8 @@ class GroupCopies:
         register: pins memory that is not, by address and size.
 
     Attributes:
-        device: of the engine's KV cache.
         window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
-        pages_per_layer: layers of a part for each of the engine's; None where these are in several
-            parts.
+        pages_per_layer: layers of the only part for each of the engine's; None of several parts.
 
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.

@@ -48,17 +48,14 @@ class PendingFailures(Set[int]):
     def _from_iterable(cls, blocks: Iterable[int]) -> set[int]:  # type: ignore[override]
         return set(blocks)
 
-    def _known(self) -> set[int]:
-        return set().union(*(outcome.unfilled for outcome in self._outcomes))
+    def __iter__(self) -> Iterator[int]:
+        return iter(set().union(*(outcome.unfilled for outcome in self._outcomes)))
 
     def __contains__(self, block: object) -> bool:
-        return block in self._known()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._known())
+        return block in set(self)
 
     def __len__(self) -> int:
-        return len(self._known())
+        return len(set(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return set, (list(self),)  # for another process

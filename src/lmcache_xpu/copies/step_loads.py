@@ -60,17 +60,12 @@ class _Load:
 
 
 class StepLoads:
-    """The loads of one worker's steps. Called by the engine's thread.
+    """The loads of the steps of a worker with one KV cache group. Called by the engine's thread.
 
     Args:
-        moves: of the worker.
-        copies: of its only KV cache group.
         draft_layers: so many layers at the end are a drafter's.
         flow: counts failures.
         failed: is called with a request whose load failed, and why.
-
-    Attributes:
-        outcomes: of all loads.
     """
 
     def __init__(
@@ -213,7 +208,8 @@ class StepLoads:
             with self._moves.enqueueing():
                 if not self._is_computing:
                     self._is_computing = True
-                    self._parts[0].stager.let_engine_copy()
+                    for part in self._parts[:1]:
+                        part.stager.let_engine_copy()
                 for part in self._parts:
                     part.before_layer(page)
 

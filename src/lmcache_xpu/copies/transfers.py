@@ -12,6 +12,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from queue import SimpleQueue
 
+from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
+
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
 from lmcache_xpu.copies.group_copies import GroupCopies
@@ -22,7 +24,6 @@ from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
-from lmcache_xpu.versions.lmcache_server import RegisterEngineDrivenContextPayload
 
 __all__ = ["Transfers"]
 
@@ -38,8 +39,6 @@ class Transfers:
     """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
     Args:
-        client: of the server.
-        groups: copies of each KV cache group.
         timeout_s: that the server has for an answer.
         draft_layers: so many layers at the end are a drafter's.
 

@@ -100,10 +100,6 @@ def _cards(settings: Settings, machine: Machine) -> Iterator[Check]:
 def check_start(settings: Settings, machine: Machine | None = None) -> None:
     """Refuse what will not run on this machine, and log what will not run well.
 
-    Args:
-        settings: with the device that vLLM is built for.
-        machine: None: this one.
-
     Raises:
         SettingsError: a check failed.
     """

@@ -17,9 +17,10 @@ NO_COPY_ENGINE = "UR_L0_V2_FORCE_DISABLE_COPY_OFFLOAD"
 
 def check_nodes(machine: Machine) -> Check:
     """Check that there are render nodes and that this process may use them."""
-    nodes = machine.render_nodes()
-    usable = ", ".join(node.name for node in nodes if machine.may_open(node))
-    closed = ", ".join(node.name for node in nodes if not machine.may_open(node))
+    usable, closed = (
+        ", ".join(node.name for node in machine.render_nodes() if machine.may_open(node) is opens)
+        for opens in (True, False)
+    )
     check = passes("device nodes", usable, check_render_nodes, machine)
     if check.outcome == "ok" and closed:
         advice = "Fine if those are not for this engine; else add the group that owns them."

@@ -14,7 +14,6 @@ from packaging.utils import canonicalize_name
 
 from lmcache_xpu import versions
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip, warn
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.model_support import check_layers, check_reachable
 from lmcache_xpu.launch.preflight import check_model
@@ -125,8 +124,7 @@ def check_patches(status: Status) -> Check:
     missing = [patch for patch, in_place in status.patches.items() if not in_place]
     if missing or not status.patches:
         state = f"not in place: {', '.join(missing) or 'none, the versions are not allowed'}"
-        advice = "Another package patches LMCache too, or see the check of versions."
-        return fail(name, state, advice)
+        return fail(name, state, "Another package patches LMCache too, or see the versions.")
     return ok(name, f"{len(status.patches)} in place, for {', '.join(status.devices)}")
 
 
@@ -167,13 +165,10 @@ def check_pinning(device: str) -> Check:
 
 def check_served_model(settings: Settings) -> Check:
     """Check that the model is there, or its hub, and that its layers can be offloaded."""
-    try:
-        check_model(settings.model)
-    except SettingsError as error:
-        return fail("model", f"{error.found}: no config.json there", error.fix)
 
-    def check_offload() -> None:
+    def check() -> None:
+        check_model(settings.model)
         check_reachable(settings.model)
         check_layers(settings)
 
-    return passes("model", settings.model, check_offload)
+    return passes("model", settings.model, check)

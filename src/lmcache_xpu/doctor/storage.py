@@ -13,7 +13,7 @@ from typing import Any
 from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.machine import Machine
-from lmcache_xpu.launch.preflight import check_disk
+from lmcache_xpu.launch.preflight import check_directory
 from lmcache_xpu.launch.settings import Settings
 
 GIB = 2**30
@@ -43,7 +43,7 @@ def check_disk_room(machine: Machine, settings: Settings) -> Check:
     if path is None or settings.disk_gib is None:
         return skip(name, "disk_path is not set")
     try:
-        check_disk(path)
+        check_directory(path, "disk_path")
     except SettingsError as error:
         return fail(name, error.found, error.fix)
     kind = machine.file_system(path.resolve())

@@ -28,9 +28,8 @@ from rich.table import Table
 from lmcache_xpu.errors import EngineError, SettingsError
 from lmcache_xpu.harness.client import Answer, CacheCounts, Client, Message
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
-from lmcache_xpu.harness.outputs import make_directory
 from lmcache_xpu.harness.random_model import DEMO, corpus, make_model
-from lmcache_xpu.launch.preflight import check_port
+from lmcache_xpu.launch.preflight import check_directory, check_port
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
@@ -121,14 +120,11 @@ class _Conversations:
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, and print its table.
 
-    Args:
-        work: directory for the model, the logs and the disk tier; all are kept, and the next demo
-            empties the disk tier.
-        port: the engine's, on the loopback interface; None takes a free one.
+    The model, the logs and the disk tier are kept in `work`, and the next demo empties the disk
+    tier.
 
     Raises:
-        SettingsError: `work` can't be written, there is no space, the port is taken, or another
-            engine uses the disk tier of an earlier demo.
+        SettingsError: `work` or the port can't be used, or there is no space.
         EngineError: the engine did not come up, broke off, or gave a wrong answer.
     """
     settings = _settings(work, free_port() if port is None else port)
@@ -212,7 +208,7 @@ def _settings(work: Path, port: int) -> Settings:
 
 def _check(work: Path, settings: Settings) -> None:
     """Refuse what would fail minutes later, and empty the disk tier of an earlier demo."""
-    make_directory(work, "--work")
+    check_directory(work, "--work")
     check_port(settings.host, settings.port)
     for lock in (work / "disk").rglob("lock"):
         DirectoryLock(lock.parent, 0).release()  # another demo may use it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import random
 import re
@@ -158,21 +157,16 @@ class EngineProcess:
         return EngineError(event, "an engine that answers", "\n".join([f"{self.log} has:", *tail]))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on now.
+def free_port() -> int:
+    """Return a port that nothing listens on now, on the loopback interface.
 
     It lies below the ports that the kernel gives out: an engine binds its port seconds from now,
     and until then another process would be given the same.
     """
     while True:
         port = random.SystemRandom().randrange(*PORTS)
-        try:
-            with socket.socket() as probe:
-                probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
             return port
 
 

@@ -68,9 +68,6 @@ def make_model(spec: ModelSpec, parent: Path) -> Path:
 
     It is a complete Hugging Face directory (configuration, weights, tokenizer, chat template)
     and appears at once or not at all, also with several makers at work.
-
-    Raises:
-        OSError: `parent` can't be written, or has no space.
     """
     text = corpus()
     key = json.dumps([FORMAT, dataclasses.asdict(spec)]) + text

@@ -23,10 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from lmcache_xpu.cache.hit_places import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, disk_option, shared_option
+from lmcache_xpu.tiers.server_options import (
+    EVICTION_POLICY,
+    EVICTION_WATERMARK,
+    PASSWORD_VARIABLE,
+    disk_option,
+    shared_option,
+)
 
 PROGRAM = (sys.executable, "-m", "lmcache_xpu.server.server_program")
 NAMES = "lmcache-xpu-"  # beginning of the names of servers that are started with an engine
@@ -100,8 +105,7 @@ def start_server(
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    Waits until it answers workers and shows its metrics. `command` makes its command line, of the
-    engine's settings and of the server's socket.
+    `command` makes its command line, of the engine's settings and of the server's socket.
 
     Raises:
         SettingsError: it does not come up.
@@ -126,14 +130,16 @@ def start_server(
                 "Its own lines are above. It can be started by hand, and named by server_url.",
             )
         time.sleep(0.1)
-    print(f"LMCache's server counts at http://{_pages(socket)}/metrics", flush=True)
+    pages = Path(f"{socket}.http").read_text()
+    print(f"LMCache's server counts at http://{pages}/metrics", flush=True)
     return f"ipc://{socket}"
 
 
 def answers(socket: Path) -> bool:
     """Whether the server at a socket is up, and answers what a worker would ask."""
     try:
-        with _OPENER.open(f"http://{_pages(socket)}/healthcheck", timeout=ANSWER_S):
+        pages = Path(f"{socket}.http").read_text()
+        with _OPENER.open(f"http://{pages}/healthcheck", timeout=ANSWER_S):
             return True
     except (OSError, ValueError):
         return False
@@ -240,10 +246,6 @@ def _end(server: subprocess.Popen[bytes]) -> None:
             server.wait(END_S)
         except subprocess.TimeoutExpired:
             server.kill()
-
-
-def _pages(socket: Path) -> str:
-    return Path(f"{socket}.http").read_text()
 
 
 if __name__ == "__main__":

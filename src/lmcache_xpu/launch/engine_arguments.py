@@ -54,17 +54,12 @@ def vllm_arguments(settings: Settings) -> list[str]:
     }
     args = [settings.model]
     for option, value in options.items():
-        if value is not None:
-            args += [option, str(value)]
-    args.append(
-        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching"
-    )
+        args += [] if value is None else [option, str(value)]
+    args.append(f"--{'' if settings.prefix_caching else 'no-'}enable-prefix-caching")
     shown = settings.show_cached_tokens
     if settings.api_key is None if shown is None else shown:
         args.append("--enable-prompt-tokens-details")  # clients ask for nothing
-    if settings.enforce_eager:
-        args.append("--enforce-eager")
-    return args + list(settings.extra_args)
+    return [*args, *(["--enforce-eager"] if settings.enforce_eager else []), *settings.extra_args]
 
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HUB_ANSWER_S = 3.0
+_INDEX = "model.safetensors.index.json"
+MODELS = "a model directory, a config.json, or the name of a model on a hub"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "VLLM_USE_MODELSCOPE")
 _ALWAYS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _HEADS, _SIZE, _KINDS = "num_key_value_heads", "head_dim", "layer_types"
@@ -45,7 +47,6 @@ _FAMILIES = {
         (_HEADS, _SIZE, _KINDS, "linear_key_head_dim", "linear_num_value_heads"),
     ),
 }
-_INDEX = "model.safetensors.index.json"
 
 
 def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
@@ -65,11 +66,13 @@ def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> Layer
         )
     if not layerwise:
         return kinds
-    widths = _widths_differ(config)
+    # Where layers differ in their heads, as Gemma 4's do, transformers keeps those apart.
+    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
+    widths = any("head_dim" in layer for layer in layers.values())
     if kinds.states or widths or (kinds.window and not kinds.whole):
-        layers = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
+        what = "heads of several sizes" if widths else f"layers of {', '.join(kinds.names)}"
         raise SettingsError(
-            f"{layers} in a {config.model_type}, with layerwise",
+            f"{what} in a {config.model_type}, with layerwise",
             "layers that all attend to the whole prompt and have the same shape",
             OTHER_WAYS,
         )
@@ -141,18 +144,15 @@ def check_reachable(model: str) -> None:
 def read_model(model: str) -> Any:
     """Return the configuration of the language model in a directory, a file, or on a hub.
 
-    It has the names of transformers as attributes, those that the model's configuration has.
+    Its attributes have transformers' names.
 
     Raises:
         SettingsError: there is none, it is not of a decoder alone, or this needs transformers.
     """
     path = Path(model).expanduser()
-    if not path.exists() and (path.suffix or model.startswith(("/", ".", "~"))):
-        raise SettingsError(
-            f"model={model}, which does not exist",
-            "a model directory, a config.json, or the name of a model on a hub",
-        )
     if not path.exists():
+        if path.suffix or model.startswith(("/", ".", "~")):
+            raise SettingsError(f"model={model}, which does not exist", MODELS)
         path = _from_hub(model)
     values = _values(path / "config.json" if path.is_dir() else path)
     if values.get("is_encoder_decoder"):
@@ -173,38 +173,6 @@ def read_model(model: str) -> Any:
     return SimpleNamespace(**text) if missing == [] else _complete(path, values, missing)
 
 
-def weights_bytes(model: str) -> int | None:
-    """Return the bytes of a model's weights; None where only its configuration is at hand."""
-    path = Path(model).expanduser()
-    if path.is_file():
-        return None
-    if path.is_dir():
-        index = path / _INDEX
-        if index.is_file() and (total := _values(index).get("metadata", {}).get("total_size")):
-            return int(total)
-        files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    else:
-        from huggingface_hub import HfApi
-
-        try:
-            siblings = HfApi().model_info(model, files_metadata=True).siblings or ()
-        except (OSError, ValueError):
-            return None
-        files = {file.rfilename: file.size or 0 for file in siblings}
-    # Some hold the same a second time, as consolidated.*.safetensors.
-    return sum(size for name, size in files.items() if _is_weights(name)) or None
-
-
-def _widths_differ(config: PretrainedConfig) -> bool:
-    """Whether layers differ in their heads, as Gemma 4's do; transformers keeps those apart."""
-    layers: dict[str, dict[str, object]] = config.to_dict().get("per_layer_config") or {}
-    return any("head_dim" in layer for layer in layers.values())
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
-
-
 def _from_hub(model: str) -> Path:
     check_reachable(model)
     from huggingface_hub import hf_hub_download
@@ -214,17 +182,15 @@ def _from_hub(model: str) -> Path:
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"no config.json of model={model} ({str(error).splitlines()[0]})",
-            "a model directory, a config.json, or the name of a model on a hub",
+            MODELS,
             "Check the name; HF_TOKEN is the key to models that need one.",
         ) from error
 
 
 def _values(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError) as error:
+        values: dict[str, Any] = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise SettingsError(
             f"{path} ({type(error).__name__}: {str(error).splitlines()[0]})",
             "a model's config.json",
@@ -248,3 +214,30 @@ def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) 
     for name in {*config.attribute_map, "layers_block_type", _KINDS} - facts.keys():
         facts[name] = getattr(config, name, None)
     return SimpleNamespace(**{"quantization_config": values.get("quantization_config")} | facts)
+
+
+def weights_bytes(model: str) -> int | None:
+    """Return the bytes of a model's weights; None where only its configuration is at hand."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return None
+    if path.is_dir():
+        index = path / _INDEX
+        if index.is_file() and (total := _values(index).get("metadata", {}).get("total_size")):
+            return int(total)
+        files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    else:
+        from huggingface_hub import HfApi
+
+        try:
+            siblings = HfApi().model_info(model, files_metadata=True).siblings or ()
+        except (OSError, ValueError):
+            return None
+        files = {file.rfilename: file.size or 0 for file in siblings}
+    # Some hold the same a second time, as consolidated.*.safetensors.
+    names = (
+        name
+        for name in files
+        if name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
+    )
+    return sum(files[name] for name in names) or None

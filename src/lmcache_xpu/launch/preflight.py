@@ -68,7 +68,7 @@ def check_model(model: str) -> None:
     is_path = model.startswith(("/", "./", "../", "~")) or path.exists()
     if is_path and not (path / "config.json").is_file():
         raise SettingsError(
-            f"model={model}",
+            f"model={model}, without a config.json",
             "a model directory with a config.json, or the name of a model on a hub",
             "Check the path." if not path.exists() else "",
         )
@@ -118,15 +118,30 @@ def check_render_nodes(machine: Machine) -> None:
         )
 
 
-def check_disk(path: Path) -> None:
-    """Make the directory, and refuse it if a file can't be written in it."""
+def check_directory(path: Path, name: str) -> None:
+    """Make a directory, and refuse it if a file can't be written in it; `name` is its setting's."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"\0" * 4096)
     except OSError as error:
-        raise SettingsError(
-            f"disk_path={path}, where a file can't be written ({error.strerror})",
-            f"a directory with free space that this user ({os.getuid()}) may write to",
-            "Name another with --disk-path, or give this one to the user.",
-        ) from error
+        raise _unwritable(name, path, "a directory that has free space", error) from error
+
+
+def check_file(path: Path, name: str) -> None:
+    """Refuse a file that can't be written; its content stays as it is."""
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(name, path, "a file in a directory that exists", error) from error
+
+
+def _unwritable(name: str, path: Path, expected: str, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"{name} {path}, which can't be written ({error.strerror})",
+        f"{expected} and that this user ({os.getuid()}) may write to",
+        "Name another, or give this one to the user.",
+    )

@@ -10,15 +10,12 @@ import difflib
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import ValidationError, model_validator
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.fields import CPU_BLOCK_TOKENS, ENV_PREFIX, Fields
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 # Not settings of a deployment but switches for diagnosis, which the engine's processes read.
 DIAGNOSTIC_VARIABLES = frozenset(
@@ -178,41 +175,28 @@ class Settings(Fields):
 
 
 def _failure(error: ValidationError) -> SettingsError:
-    """Return the error that says which settings are wrong, what they are, and what they may be."""
-    values, expectations, fix = [], [], ""
-    items = error.errors(include_url=False)
-    for item in items:
-        if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
-            return contradiction  # it says it all; pydantic wraps any ValueError
-        name = str(item["loc"][0]) if item["loc"] else "settings"
-        value, expectation = _value_and_expectation(item, name)
-        values.append(value)
-        expectations.append(f"{name}: {expectation}" if len(items) > 1 else expectation)
-        fix = _advice(item, name) or fix
-    return SettingsError(", ".join(values), "; ".join(expectations), fix)
-
-
-def _value_and_expectation(item: ErrorDetails, name: str) -> tuple[str, str]:
-    if item["type"] == "missing":
-        return f"no {name}", MISSING.get(name, "a value")
+    """Return the error that says which setting is wrong, what it is, and what it may be."""
+    item = error.errors(include_url=False)[0]
+    if isinstance(contradiction := item.get("ctx", {}).get("error"), SettingsError):
+        return contradiction  # it says it all; pydantic wraps any ValueError
+    name, fix = str(item["loc"][0]) if item["loc"] else "settings", ""
     value = f"{name} (not shown)" if name in SECRETS else f"{name}={item['input']!r}"
-    if item["type"] == "extra_forbidden":
-        return value, f"{_most_like(name, Fields.model_fields) or 'no setting'} instead of {name}"
-    if item["type"] == "string_pattern_mismatch":
-        return value, ADDRESSES[name]
     words = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return value, f"{words[0].lower()}{words[1:]}"
-
-
-def _advice(item: ErrorDetails, name: str) -> str:
+    expected = f"{words[0].lower()}{words[1:]}"
+    if item["type"] == "missing":
+        value, expected = f"no {name}", MISSING.get(name, "a value")
+    elif item["type"] == "extra_forbidden":
+        expected = f"{_most_like(name, Fields.model_fields) or 'no setting'} instead of {name}"
+    elif item["type"] == "string_pattern_mismatch":
+        expected = ADDRESSES[name]
     if name == "remote_url":
-        return "A password goes into remote_password."
-    if name == "port" and str(item["input"]).startswith("tcp://"):
-        return (
+        fix = "A password goes into remote_password."
+    elif name == "port" and str(item["input"]).startswith("tcp://"):
+        fix = (
             "Kubernetes made this variable for a service named lmcache-xpu: set "
             "enableServiceLinks: false on the pod."
         )
-    return ""
+    return SettingsError(value, expected, fix)
 
 
 def _most_like(name: str, names: Iterable[str]) -> str:

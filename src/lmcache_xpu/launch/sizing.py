@@ -12,6 +12,10 @@ from lmcache_xpu.model.kv_cache_groups import WINDOW_TOKENS
 from lmcache_xpu.model.layer_kinds import LayerKinds
 
 GIB = 2**30
+# A simulation of recorded sessions of coding agents: how many times the tokens of an endless cache
+# are computed, by the tokens of tier for each agent at work.
+AGENT_TOKENS = 250_000
+AGENT_COMPUTE = {AGENT_TOKENS: 1.15, 125_000: 1.55, 75_000: 3.3, 25_000: 13.4}
 STEP_TOKENS = 2048  # of a step, after which a state is kept; vLLM's usual least
 WITH_KV = ("full_attention", "attention", "sliding_attention", "hybrid", "hybrid_sliding")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -76,7 +80,12 @@ class KVShape:
         layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
             layers, state_bytes = _states(config, kinds, dtype, tensor_parallel, pipeline_parallel)
-            notes.append(_states_note(state_bytes))
+            size = f"{state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens"
+            notes.append(
+                f"states of {size}, as vLLM keeps them at the end of a step, and once below the end"
+                if state_bytes
+                else "the states of its other layers are not counted: their size is not known here"
+            )
         windows = kinds.window if kinds.whole else 0  # all of the same kind are kept whole
         window = int(getattr(config, "sliding_window", None) or 0) if windows else 0
         if windows:
@@ -102,12 +111,17 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The room in one tier, per device; `enough` says whether all users fit."""
+    """The room in one tier, per device; `enough` says whether all users fit.
+
+    With agents, `compute` is the most tokens that are computed, in those of an endless cache; None
+    where it is more than `AGENT_COMPUTE` says.
+    """
 
     gib: float
     tokens: int
     histories: int
     enough: bool
+    compute: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +144,11 @@ def fit(
     chunk_tokens: int,
     tiers_gib: Mapping[str, float | None],
     devices: int = 1,
+    agents: bool = False,
 ) -> Fit:
     """Count the histories of `context_tokens` that each tier holds; leaves out a tier of None.
+
+    With `agents`, the users are coding agents.
 
     Raises:
         SettingsError: a history is shorter than a chunk.
@@ -149,7 +166,9 @@ def fit(
     for name, gib in tiers_gib.items():
         if gib is not None:
             held = int(gib * GIB) / history
-            tiers[name] = Tier(gib, int(held * chunks) * chunk_tokens, int(held), held >= users)
+            held_tokens = int(held * chunks) * chunk_tokens
+            compute = agent_compute(held_tokens / users) if agents else None
+            tiers[name] = Tier(gib, held_tokens, int(held), held >= users, compute)
     return Fit(
         token_bytes=shape.token_bytes,
         history_tokens=tokens,
@@ -158,6 +177,11 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
+
+
+def agent_compute(tokens: float) -> float | None:
+    """Return the most that is computed with so many tokens of tier for each agent at work."""
+    return next((times for least, times in AGENT_COMPUTE.items() if tokens >= least), None)
 
 
 def own_cache_gib(
@@ -171,11 +195,7 @@ def own_cache_gib(
 
 
 def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:
-    """Return a layer's kind, its elements on one device, and what devices hold alike.
-
-    Raises:
-        SettingsError: its heads can't be divided among the devices.
-    """
+    """Return a layer's kind, its elements on one device, and what devices hold alike."""
     if latent := getattr(config, "kv_lora_rank", None):
         alike = f"each {tensor_parallel} devices hold the same, and one of them stores it for all"
         width: int = latent + config.qk_rope_head_dim  # every device has all of it
@@ -223,15 +243,6 @@ def _states(
     return layers, -(-names.count("linear_attention") // pipeline) * state // tensor
 
 
-def _states_note(state_bytes: int) -> str:
-    if not state_bytes:
-        return "the states of its other layers are not counted: their size is not known here"
-    return (
-        f"states of {state_bytes / 2**20:.1f} MiB, counted once for each {STEP_TOKENS:,} tokens, "
-        "as vLLM keeps them at the end of a step, and once below the end"
-    )
-
-
 def _dtype(config: Any, kv_dtype: str, model_dtype: str) -> str:
     if kv_dtype == "auto":
         kv_dtype = _checkpoint_dtype(config) or model_dtype
@@ -254,11 +265,7 @@ def _checkpoint_dtype(config: Any) -> str:
 
 
 def check_dtype(kv_dtype: str) -> str:
-    """Return the short name of a KV cache's type.
-
-    Raises:
-        SettingsError: it is none that is counted here.
-    """
+    """Return the short name of a KV cache's type; raises SettingsError if none is counted here."""
     name = "fp8" if kv_dtype.startswith("fp8") else kv_dtype
     if name not in ITEM_BYTES:
         raise SettingsError(f"kv_dtype={kv_dtype}", f"auto, {', '.join(ITEM_BYTES)}")

@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 
 # Groups that keep all of a request's tokens; only these can be restored from a prefix.
 _SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
-_FREED = "blocks that leave the window are freed, so a prefix can't be restored"
-_REASONS = {
-    "SlidingWindowSpec": _FREED,
-    "SlidingWindowMLASpec": _FREED,
-    "ChunkedLocalAttentionSpec": "blocks of earlier chunks are freed",
-    "MambaSpec": "its state is not a KV cache per token",
-}
 # What vLLM may draft tokens with. The first keep no KV cache; the layers of the others are as the
 # model's own, and come behind them.
 _WITH_LAYERS = ("eagle", "eagle3", "mtp")
@@ -152,9 +145,8 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     for spec in (spec for group in groups for spec in layer_specs(group)):
         kind = type(spec).__name__
         if kind not in _SUPPORTED_KINDS:
-            reason = _REASONS.get(kind, "its tokens can't be restored from a prefix")
             raise LayoutError(
-                f"a KV cache group of kind {kind}: {reason}",
+                f"a KV cache group of kind {kind}, which does not keep all of a prefix",
                 f"groups of {' or '.join(_SUPPORTED_KINDS)}",
                 "Serve this model without KV-cache offload.",
             )

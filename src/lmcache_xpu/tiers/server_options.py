@@ -8,11 +8,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["PASSWORD_VARIABLE", "URL_KEY", "disk_option", "shared_option"]
+__all__ = [
+    "EVICTION_POLICY",
+    "EVICTION_WATERMARK",
+    "PASSWORD_VARIABLE",
+    "URL_KEY",
+    "disk_option",
+    "shared_option",
+]
 
 URL_KEY = "shared.url"
 # LMCache logs its options, and everyone on a machine can read its processes' arguments.
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
+# LMCache's own eviction is off, see `cache.room`: a policy that names nothing, at a usage that
+# can't be.
+EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
 
 def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:

@@ -114,23 +114,20 @@ def address_table(addresses: Sequence[int]) -> torch.Tensor:
 
 
 def register_host(address: int, size: int, device: torch.device) -> bool:
-    """Pin `size` bytes at `address` that are allocated already; return whether that worked.
-
-    Without it copies go through other pinned memory, so no error in it ends the engine.
-    """
+    """Pin `size` bytes at `address` that are allocated already; return whether that worked."""
     return _host_call("pin memory", "Register", device, address, size)
 
 
 def unregister_host(address: int, device: torch.device) -> None:
-    """Undo `register_host`, before the memory is freed; waits for no copy.
-
-    No error in it ends the engine: the memory then stays pinned.
-    """
+    """Undo `register_host`, if that works, before the memory is freed; waits for no copy."""
     _host_call("give back pinned memory", "Unregister", device, address)
 
 
 def _host_call(action: str, name: str, device: torch.device, address: int, *size: int) -> bool:
-    """Call CUDA's runtime, or an operation of vllm-xpu-kernels; False where there is none."""
+    """Call CUDA's runtime, or an operation of vllm-xpu-kernels; False if there is none, or fails.
+
+    No error in it ends the engine: copies go through other pinned memory, or memory stays pinned.
+    """
     try:
         if device.type == "cuda":
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -135,37 +136,25 @@ class TritonTransfer:
             tile=(max(1, TUNING.tile_words // tile), tile),
         )
 
-    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
-        """Do as `TorchTransfer.gather`."""
-        self._launch(rows, out, first_layer, gather=True)
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0, **host: Any) -> None:
+        """Do as `TorchTransfer.gather`, in one launch.
 
-    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Do as `TorchTransfer.scatter`."""
-        self._launch(rows, source, first_layer, gather=False)
+        Also into pinned host memory, if that is what `host` has of it:
+
+            table: `[chunks]` int64 on the view's device, addresses of chunks of one size, `aligned`
+            offset: bytes from each of them to the chunk's first element
+
+        `out` is the first of these chunks.
+        """
+        self._launch(rows, out, first_layer, gather=True, **host)
+
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0, **host: Any) -> None:
+        """Do as `TorchTransfer.scatter`, in one launch; also from host memory, see `gather`."""
+        self._launch(rows, source, first_layer, gather=False, **host)
 
     def aligned(self, addresses: torch.Tensor) -> bool:
-        """Whether `move_chunks` can use these addresses: aligned as the view is."""
+        """Whether kernels can use these addresses: aligned as the view is."""
         return not bool((addresses % self.word.itemsize).any())
-
-    def move_chunks(
-        self,
-        rows: Rows,
-        table: torch.Tensor,
-        form: torch.Tensor,
-        first_layer: int,
-        *,
-        gather: bool,
-        offset: int = 0,
-    ) -> None:
-        """Gather into, or scatter from, chunks of one size in pinned host memory, in one launch.
-
-        Args:
-            rows: of all chunks, one after another.
-            table: `[chunks]` int64 on the view's device, aligned addresses of the chunks.
-            form: the first chunk as `[1, planes, layers, rows, row]`.
-            offset: bytes from each of these addresses to the chunk's first element.
-        """
-        self._launch(rows, form, first_layer, gather=gather, table=table, offset=offset)
 
     def warm_up(self) -> bool:
         """Compile what this view will need, and try whether kernels reach pinned host memory.

@@ -49,7 +49,8 @@ class HostCopies:
         if memory.pinning is None:
             storages = list(map(torch.Tensor.untyped_storage, memory))
             parts = {
-                (s.data_ptr(), s.nbytes()): part for part, s in zip(memory, storages, strict=True)
+                (storage.data_ptr(), storage.nbytes()): part
+                for part, storage in zip(memory, storages, strict=True)
             }
             for allocation in parts.keys() - self._pinning.keys():
                 self._pinning[allocation] = self._pin(parts[allocation], *allocation)
@@ -126,11 +127,8 @@ class Buffer(NamedTuple):
 class StagingRing:
     """Device memory, allocated here, of which each piece takes as much as it needs.
 
-    Args:
-        buffer_bytes: of the largest piece.
-        count: of pieces of that size that fit at once. At least two, so that one is copied while
-            another is gathered or scattered; 0 where nothing is staged.
-        device: of the memory.
+    It has room for `count` pieces of `buffer_bytes`, the largest: for at least two, so that one is
+    copied while another is gathered or scattered; for none where nothing is staged.
     """
 
     def __init__(self, buffer_bytes: int, count: int, device: torch.device) -> None:

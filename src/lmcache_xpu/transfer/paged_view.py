@@ -50,7 +50,6 @@ class PagedView:
 
         Args:
             kv_caches: one tensor or one (K, V) pair per layer, in the engine's layer order.
-            geometry: what a token's KV must look like.
             num_layers: how many layers LMCache's host format has.
             opaque_blocks: the engine packs the tokens of a block in an order of its own, so
                 that only whole blocks can be copied (vLLM's CPU attention).

@@ -32,17 +32,11 @@ _ORDERS: dict[Order, tuple[int, int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class HostFormat:
-    """How a chunk lies in host memory.
+    """How a chunk lies in host memory; the last dimension is the row's bytes."""
 
-    Args:
-        layers: in one memory object.
-        planes: those of the view.
-        order: the dimension that comes first, see `_ORDERS`; the last one is the row's bytes.
-    """
-
-    layers: int
-    planes: int
-    order: Order = "planes"
+    layers: int  # in one memory object
+    planes: int  # those of the view
+    order: Order = "planes"  # the dimension that comes first, see `_ORDERS`
 
     def shaped(
         self, memory: torch.Tensor, chunks: int, layers: int, row_bytes: int
@@ -138,11 +132,9 @@ class Plan(list[Piece]):
     """The pieces of a request, for all of its layers, layer group after layer group.
 
     Args:
-        form: how a chunk lies in host memory.
-        rows: rows of the chunks.
         row_bytes: bytes of one row in one layer and plane.
         buffer_bytes: most that one layer of a chunk may have; 0 for any size.
-        starts: first layer of each layer group, from 0 on; a group of which one chunk would not fit
+        starts: first layer of each layer group, from 0 on. A group of which one chunk would not fit
             a buffer becomes several.
 
     Raises:

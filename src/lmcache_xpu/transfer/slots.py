@@ -32,7 +32,6 @@ class RequestRows:
     """The rows of a request's chunks, checked; copied to the device when they are needed.
 
     Args:
-        view: the paged view.
         rows: `[rows of the request]` int64 on the host, rows of the view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
 

@@ -220,9 +220,9 @@ class Stager:
         a kernel that addresses it: small segments, and with `idle` any.
         """
         layer = first_layer + piece.layers.start
+        move = self._transfer.gather if gather else self._transfer.scatter
         with self._kernels.current():
             if self._in_place and memory.devices == {self.device}:
-                move = self._transfer.gather if gather else self._transfer.scatter
                 for number in piece.chunks:
                     rows = piece.rows.chunks(number, number + 1)
                     move(rows, piece.chunk(memory[number]), layer)
@@ -234,8 +234,7 @@ class Stager:
             rows = piece.rows.chunks(piece.chunks.start, piece.chunks.stop)
             first = memory[piece.chunks.start]
             chunk = piece.chunk(first)
-            offset = chunk.data_ptr() - first.data_ptr()
-            self._transfer.move_chunks(rows, table, chunk, layer, gather=gather, offset=offset)
+            move(rows, chunk, layer, table=table, offset=chunk.data_ptr() - first.data_ptr())
         return True
 
     def _table(self, piece: Piece, memory: HostMemory) -> torch.Tensor | None:

@@ -1,9 +1,4 @@
-"""What the installed LMCache has for clients of its server, and what differs between versions.
-
-A name is imported when it is asked for: some need vLLM, others take seconds.
-"""
-
-# ruff: noqa: F401 (imported for others)
+"""What differs between versions of LMCache for clients of its server, and for modules in it."""
 
 from __future__ import annotations
 
@@ -14,31 +9,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # types, as the version has them that pyproject.toml pins
-    from lmcache.integration.vllm.utils import (
-        apply_mm_hashes_to_token_ids,
-        extract_mm_features,
-        extract_request_configs_from_request,
-        mla_only,
-    )
-    from lmcache.v1.multiprocess.custom_types import (
-        IPCCacheServerKey,
-        RegisterEngineDrivenContextPayload,
-    )
-    from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+if TYPE_CHECKING:
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transport.base import RequestClient
-    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-MODULES = {
-    "IPCCacheServerKey": "v1.multiprocess.custom_types",
-    "RegisterEngineDrivenContextPayload": "v1.multiprocess.custom_types",
-    "RequestClientFactory": "v1.multiprocess.transport.factory",
-    "ServerModuleCallRequest": "v1.multiprocess.protocols.server_module",
-    "apply_mm_hashes_to_token_ids": "integration.vllm.utils",
-    "extract_mm_features": "integration.vllm.utils",
-    "extract_request_configs_from_request": "integration.vllm.utils",
-    "mla_only": "integration.vllm.utils",
-}
 NEWER_BASE = "DiscoverableModule"
 CODEC = "lmcache.v1.multiprocess.token_codec"
 
@@ -66,11 +40,7 @@ def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
 
 
 def chunk_tokens(client: RequestClient, alignment: int) -> Any:
-    """Ask a server for its tokens of a chunk; LMCache 0.5.7 rounds them up to a multiple.
-
-    Returns:
-        LMCache's future.
-    """
+    """Return LMCache's future of a server's tokens of a chunk; 0.5.7 rounds them to a multiple."""
     if hasattr(client, "negotiate_chunk_size"):
         return client.negotiate_chunk_size(alignment)
     return client.get_chunk_size()
@@ -79,12 +49,8 @@ def chunk_tokens(client: RequestClient, alignment: int) -> Any:
 def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any:
     """Begin to look for objects in LMCache's storage manager, and to lock those that may be hit.
 
-    LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request.
-
-    Args:
-        storage: the storage manager.
-        rows: LMCache's keys, by KV cache group.
-        in_memory: other tiers are left out, and the result is there at once.
+    LMCache 0.5.6 is told with the call where not to look, 0.5.7 in the request. `rows` are
+    LMCache's keys, by KV cache group. `in_memory`: the result is there at once.
     """
     from lmcache.v1.distributed.api import PrefetchTaskSpec
 
@@ -108,9 +74,6 @@ def touch_tiers(storage: Any, keys: Sequence[Any]) -> None:
             tier.submit_touch(list(keys))
 
 
-def __getattr__(name: str) -> Any:
-    if name == "ServerModuleBase":  # of the server's modules; older ones need none
-        return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"lmcache.{MODULES[name]}"), name)
+def server_module_base() -> Any:
+    """Return the class of the server's modules; older ones need none."""
+    return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)

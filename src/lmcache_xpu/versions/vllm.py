@@ -82,16 +82,11 @@ def event_fields(event: type, **values: Any) -> dict[str, Any]:
 
 
 def preempt(scheduler: Any, request: Request, timestamp: float, in_this_step: int) -> None:
-    """Preempt a running request, and drop the tokens that are under way of it.
+    """Preempt a running request, taken from the list of these, and drop its tokens under way.
 
     0.26 has no parameter that drops them. Its own reset of the prefix cache counts the outputs to
     be dropped, as here; but this step's is skipped already, so only that of a later one is counted.
-
-    Args:
-        scheduler: vLLM's.
-        request: a running one, taken from the list of these.
-        timestamp: of the event.
-        in_this_step: its tokens in the step whose output is read now.
+    `in_this_step`: its tokens in the step whose output is read now.
     """
     if "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters:
         scheduler._preempt_request(request, timestamp, drop_stale_output=True)
