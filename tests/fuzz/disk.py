@@ -129,6 +129,8 @@ class Disk(RuleBasedStateMachine):
             served = self.store.read(key, memoryview(buffer), lambda: False)
             if (served and before) or buffer != before:
                 raise MismatchError(f"{key}: read to memory that was taken back")
+            if self.chunks[key].fate == "gone":
+                del self.chunks[key]
             self.check()
 
     @rule(number=st.integers(0, 7))

@@ -1,7 +1,7 @@
 """A store and a load of some chunks, from the first question to the server's last answer.
 
-    store   ask where (PREPARE_STORE), break seals, copy, seal, say so (COMMIT_STORE)
-    load    ask where (PREPARE_RETRIEVE), compare seals, copy, compare them again, say so
+    store   ask where (`reserve`), break seals, copy, seal, publish (`commit`)
+    load    ask where (`locate`), compare seals, copy, compare them again, unlock (`release`)
 
 Both run in threads beside the engine, see `transfer_queue`. A load inside a step takes the parts of
 a load one by one, see `step_loads`.

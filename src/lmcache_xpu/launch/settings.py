@@ -78,9 +78,9 @@ class Settings(Fields):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Refuse settings that are right alone and wrong together."""
-        for wrong, found, expected, fix in self._rules():
+        for wrong, *words in self._rules():
             if wrong:
-                raise SettingsError(found, expected, fix)
+                raise SettingsError(*words)
         return self
 
     def _rules(self) -> Iterator[tuple[object, str, str, str]]:

@@ -85,10 +85,11 @@ class StockScheduler(StockHalf):
         # Of one that was looked up and never scheduled; another one may get its name.
         self.lmcache.lookup_client.clear_lookup_status(name)
         self.lmcache.load_specs.pop(name, None)
+        answer: tuple[bool, dict[str, Any] | None] = (False, None)
         if name in self.shown:
             self.shown.discard(name)
-            self.lmcache.request_finished(request, block_ids)
-        return False, None
+            answer = self.lmcache.request_finished(request, block_ids)
+        return answer
 
     def give_up_hits(self, request_id: str) -> None:
         """Show LMCache nothing of a request any more: a load of it failed."""
