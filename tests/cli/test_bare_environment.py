@@ -22,6 +22,7 @@ COMMANDS = (
     "report report.md",
     "bench engine",
     "bench load",
+    "bench trace trace.jsonl",
 )
 
 

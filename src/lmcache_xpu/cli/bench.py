@@ -51,12 +51,12 @@ GRAPHS = "With vLLM's compiled graphs: minutes longer."
 
 TRACE = """Replay a trace through the CPU tier's own look-ups and eviction, without an engine.
 
-What tiers of several sizes are worth; what they were with plain LRU, which evicts the beginning of
-a prompt first, and with the optimum, which knows the future (Belady). The engine's own cache counts
-as empty. Answers are not stored. The disk tier is left out: it depends on its speed.
+Says what tiers of several sizes hit, and what they would hit with plain LRU, which evicts the
+beginning of a prompt first, and with Belady's optimum, which knows the future. The engine's own
+cache counts as empty. Answers are not stored. The disk tier is left out: its speed decides there.
 
 FILE: lines of Mooncake's or vLLM's timed_trace, a coding agent's session, or a folder of these."""
-SIZES = "Tokens of a tier; may be given several times (default: all that are stored, a half, ...)."
+SIZES = "Tokens of a tier; may be given several times (default: all that is stored, 1/2, ... 1/64)."
 USERS = "Sessions at once, where the file does not say when they begin."
 
 Names = list[str] | None
