@@ -290,20 +290,21 @@ def parts(engine: Engine, seen: Lookups) -> dict[str, list[dict[str, Any]]]:
 
 def full_disk(engine: Engine) -> dict[str, Any]:
     """A disk without room: memory serves, and then nobody does; later the disk does."""
-    [disk] = adapters()
-    tokens = prompt(3 * CHUNK + 31)
+    from lmcache_xpu.tiers.disk import chunk_store
+
+    tokens, write = prompt(3 * CHUNK + 31), chunk_store.write_chunk
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    disk._store._write = full
+    chunk_store.write_chunk = full
     engine.forget()
     answer = engine.ask(tokens)
     settle(engine)
     report = {"memory": again(engine, tokens, answer)}
     local()._storage.clear(force=True)
     report["nobody"] = again(engine, tokens, answer)
-    del disk._store._write
+    chunk_store.write_chunk = write
     local()._storage.clear(force=True)
     report["stored"] = again(engine, tokens, answer)
     local()._storage.clear(force=True)
