@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import Mock
 
@@ -57,9 +56,9 @@ print(json.dumps(dataclasses.asdict(patches.status())))
 
 
 def test_status_shows_each_attribute_that_is_replaced():
-    """There are at most four, and one is LMCache's."""
+    """There are at most five, and one is LMCache's."""
     replaced = run_in_fork(STATUS)["patches"]
-    assert len(replaced) == len(patches.PATCHES) + 1 <= 4
+    assert len(replaced) == len(patches.PATCHES) + 1 <= 5
     assert [name for name in replaced if not name.startswith("vllm.")] == [
         "lmcache.observability.PrometheusLogger._metadata_to_labels"
     ]
@@ -152,27 +151,18 @@ def test_an_untested_version_goes_on_when_asked():
     assert printed_values["hooked"]
 
 
-ANOTHER_ENGINE = """
-import json
-from lmcache_xpu.vllm_hooks.worker_hooks import hide_unreadable_modules
-import lmcache.v1.distributed.storage_manager
-import llvmlite.binding
-hide_unreadable_modules()
-from llvmlite.binding import ffi
-from vllm.triton_utils import dispatcher
-import torch
-dispatcher._rebind_kernels([(torch.add, torch.sub)])
-print(json.dumps(ffi is llvmlite.binding.ffi))
+DEFAULT = """
+import importlib, json, sys
+from lmcache_xpu.vllm_hooks import patches
+patches.hook_workers()
+patch = patches.SECOND_ENGINES
+print(json.dumps(patch.absent() or patch.in_place(importlib.import_module(patch.module))))
 """
 
 
-@pytest.mark.skipif(
-    find_spec("vllm.triton_utils.dispatcher") is None,
-    reason="vLLM before 0.31 looks through no modules",
-)
-def test_another_engine_can_start_in_the_process():
-    """LMCache brings what vLLM can't look through."""
-    assert run_in_fork(ANOTHER_ENGINE) is True
+def test_the_default_connector_lets_another_engine_start_in_its_process():
+    """With the variable that `serve` sets for it; LMCache brings what vLLM can't look through."""
+    assert run_in_fork(DEFAULT, LMCACHE_XPU_STOCK="1") is True
 
 
 def test_served_devices():
@@ -180,3 +170,13 @@ def test_served_devices():
     assert patches.served_devices({patches.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
     with pytest.raises(SettingsError, match="tpus"):
         patches.served_devices({patches.DEVICES_VARIABLE: "tpus"})
+
+
+def test_a_module_that_a_version_lacks_is_no_patch_that_is_missing():
+    """vLLM 0.26 has no vllm.triton_utils.dispatcher."""
+    mandatory = patches.Patch("no_such_module_of_vllm", "name", lambda original: original)
+    optional = patches.Patch(
+        "no_such_module_of_vllm", "name", lambda original: original, optional=True
+    )
+    assert optional.absent()
+    assert not mandatory.absent()

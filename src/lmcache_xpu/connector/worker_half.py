@@ -27,7 +27,6 @@ from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.transfer.devices import register_host
-from lmcache_xpu.vllm_hooks.worker_hooks import hide_unreadable_modules
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +92,6 @@ class WorkerHalf:
             LayoutError: a KV cache that can't be read.
             SettingsError: the server lends no memory, or answers no look-up.
         """
-        hide_unreadable_modules()
         staging = self._options.get(STAGING_MIB)
         staging_bytes = None if staging is None else int(staging) * 2**20
         chunk_tokens = self._client.chunk_tokens

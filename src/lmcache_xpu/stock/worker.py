@@ -20,7 +20,6 @@ from lmcache_xpu.stock.gpu_connectors import log_failure, making
 from lmcache_xpu.stock.half import StockHalf
 from lmcache_xpu.transfer.slots import blocks_of
 from lmcache_xpu.vllm_hooks.process_end import ending_on_failure
-from lmcache_xpu.vllm_hooks.worker_hooks import hide_unreadable_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +65,6 @@ class StockWorker(StockHalf):
         """
         with ending_on_failure():
             self.lmcache.register_kv_caches(kv_caches)
-            hide_unreadable_modules()
             tiers = self.engine.storage_manager.storage_backends if self.engine.is_healthy() else {}
             for tier in (POOL, *(self.lmcache.config.storage_plugins or ())):
                 if tier not in tiers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = [
     "WEIGHT_CHANGES",
     "WorkerHooks",
-    "hide_unreadable_modules",
     "hook_worker",
     "worker_connector",
 ]
@@ -33,10 +31,6 @@ WEIGHT_CHANGES = (
     "wake_up",
     "discard",
 )
-
-
-# It has an object that claims any attribute. Who uses it has it from its package, where it stays.
-UNREADABLE = "llvmlite.binding.ffi"
 
 
 class WorkerHooks:
@@ -78,11 +72,3 @@ def worker_connector(config: VllmConfig) -> Any:
     group: Any = kv_transfer.get_kv_transfer_group()
     engine_id = config.kv_transfer_config.engine_id
     return group if getattr(group, "engine_id", None) == engine_id else None
-
-
-def hide_unreadable_modules() -> None:
-    """Let another engine start in this process; LMCache brings such a module.
-
-    vLLM's CPU worker looks through all imported modules from 0.31 on, and fails on this one.
-    """
-    sys.modules.pop(UNREADABLE, None)
