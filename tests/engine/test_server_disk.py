@@ -115,7 +115,7 @@ def test_a_directory_that_is_gone_costs_hits_and_not_the_server(servers, clients
     shutil.rmtree(directory)
     directory.write_text("not a directory")
     client.store(2, 4)
-    until(lambda: server.disk["errors"] == 4)
+    until(lambda: server.disk["errors"] >= 1)
     assert client.hit(2, 4) == 4  # L1 has them
     client.clear()
     assert client.hit(1, 4) == client.hit(2, 4) == 0

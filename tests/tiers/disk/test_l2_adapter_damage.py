@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def test_a_disk_that_gives_nothing_costs_the_hit(adapters, monkeypatch):
     assert adapter.store_.counters["errors"] == 2
     assert adapter.store([0, 1]).is_successful()
     assert adapter.load([0, 1]) == [0, 1]
+
+
+def test_a_directory_that_vanishes_is_made_again(adapters, tmp_path):
+    adapter = adapters()
+    adapter.store([0])
+    shutil.rmtree(tmp_path / "kv")
+    assert adapter.load([0]) == []
+    assert adapter.store([1]).is_successful()
+    assert adapter.load([0, 1]) == [1]
 
 
 def test_an_error_that_nobody_thought_of_is_a_miss(adapters, monkeypatch, log):

@@ -137,7 +137,13 @@ class ChunkStore:
             temporary = self._at(f"{next(self._serial)}{_TEMPORARY}")
             index.reserve(size)
         try:
-            write_chunk(temporary, key, meta, memoryview(payload), used_ns)
+            try:
+                write_chunk(temporary, key, meta, memoryview(payload), used_ns)
+            except FileNotFoundError:  # someone removed the directory, to free the disk in a hurry
+                with self._lock:
+                    self._make_again()
+                    temporary = self._at(temporary.name)
+                write_chunk(temporary, key, meta, memoryview(payload), used_ns)
             with self._lock:
                 if is_lent():
                     if self._held is None:  # the directory may belong to another process by now
@@ -251,6 +257,23 @@ class ChunkStore:
 
     def _at(self, name: str) -> Path:
         return (self.directory if (held := self._held) is None else held.held) / name
+
+    def _make_again(self) -> None:
+        """Make the directory if it was removed; nothing is stored any more if that fails."""
+        if self._held is None or (
+            self.directory.is_dir() and os.path.samestat(self._at("").stat(), self.directory.stat())
+        ):
+            return
+        self._held.release()
+        self._held = None
+        for key in list(self._index):
+            self._index.remove(key)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._held = DirectoryLock(self.directory, 0)
+        except SettingsError as error:
+            raise OSError(str(error)) from error
+        self._scan()
 
     def _scan(self) -> None:
         """Fill the index from the files' headers; remove damaged and incomplete files."""
