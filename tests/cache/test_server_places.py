@@ -8,7 +8,9 @@ from support.lending import Client, Connection, Key, chunks_of, copies, filled, 
 
 pytest.importorskip("vllm")
 
-from lmcache_xpu.cache.hit_places import LOCATE, RELEASE
+from support.step_loading import failures
+
+from lmcache_xpu.cache.hit_places import LOCATE, RELEASE, sent
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 
@@ -84,6 +86,28 @@ def test_places_of_another_prompt_are_seen_by_their_seals(worker):
     assert not load(transfers, first=100)
     assert torch.equal(layers[0], before)
     assert transfers.take_damaged() == {"request"}
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", sent([(1, 0, 0, 32)])], ids=["rubbish", "a group"])
+def test_an_answer_of_another_form_is_an_error_and_the_chunks_are_given_back(
+    worker, monkeypatch, payload
+):
+    client, transfers, _ = worker
+    assert store(client, transfers)
+    client.calls.clear()
+    call = client.server_module_call
+
+    def answering(request):
+        answer = call(request)
+        if request.method == LOCATE:
+            answer.result().payload = payload
+        return answer
+
+    monkeypatch.setattr(client, "server_module_call", answering)
+    count = failures("load", "TransferError")
+    assert not load(transfers)
+    assert client.calls == [LOCATE, RELEASE]
+    assert failures("load", "TransferError") == count + 1
 
 
 def test_a_server_without_the_module_is_refused_with_the_way_to_get_it():

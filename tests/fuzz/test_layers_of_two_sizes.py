@@ -11,7 +11,7 @@ from steps import Steps
 
 
 def test_each_stream_has_the_rows_that_its_kernels_read():
-    """The rows of the smaller layers are uploaded last here, and the larger layers go first."""
+    """The kernel of the larger layers runs here before what the smaller layers' stream uploads."""
     layout = Layers(
         widths=(4, 4, 8), planes=1, blocks=24, block_tokens=1, across=False, padding=0, lead=0
     )

@@ -173,6 +173,9 @@ def received(payload: bytes, kind: type[M]) -> M:
     """Return the message of a kind that was sent.
 
     Raises:
-        msgspec.MsgspecError: these bytes are none.
+        TransferError: these bytes are none.
     """
-    return msgspec.msgpack.decode(payload, type=kind)
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"a message that can't be read ({error})", f"a {kind}") from error

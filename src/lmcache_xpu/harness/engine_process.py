@@ -50,7 +50,7 @@ class EngineProcess:
         env: variables on top of this process's and the settings' own.
 
     Raises:
-        SettingsError: the settings don't fit this machine; nothing was started.
+        SettingsError: the settings can't be served; nothing was started.
         EngineError: the engine ended, or did not answer in time; it has been stopped.
     """
 

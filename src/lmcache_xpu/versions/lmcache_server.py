@@ -54,11 +54,18 @@ def begin_prefetch(storage: Any, rows: Sequence[Any], *, in_memory: bool) -> Any
     """
     from lmcache.v1.distributed.api import PrefetchTaskSpec
 
-    if "allowed_l2_memory_tags" not in inspect.signature(PrefetchTaskSpec).parameters:
+    if not _has_memory_tags():
         return storage.submit_prefetch_task(PrefetchTaskSpec(list(rows)), skip_l2=in_memory)
     tags: Any = frozenset() if in_memory else None
     spec = PrefetchTaskSpec(list(rows), allowed_l2_memory_tags=tags)
     return storage.submit_prefetch_task(spec)
+
+
+@cache  # asked with each look-up
+def _has_memory_tags() -> bool:
+    from lmcache.v1.distributed.api import PrefetchTaskSpec
+
+    return "allowed_l2_memory_tags" in inspect.signature(PrefetchTaskSpec).parameters
 
 
 def touch(storage: Any, keys: Sequence[Any]) -> None:
