@@ -164,12 +164,27 @@ def test_a_store_whose_directory_was_removed_does_not_write_in_a_second_ones(pla
     shutil.rmtree(store.directory)
     second = ChunkStore(store.directory, NO_LIMIT, lock_seconds=0)
     second.put("b", "", payload("b"))
-    with pytest.raises(OSError, match="in use"):
-        store.put("c", "", payload("c"))
-    assert not store.put("c", "", payload("c"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="in use"):
+            store.put("c", "", payload("c"))
     assert files(second.directory) == [file_of(second, "b")]
-    assert (store.counters["errors"], store._index.reserved_bytes) == (1, 0)
     second.close()
+    assert store.put("c", "", payload("c"))  # it is free again
+    store.close()
+
+
+def test_a_directory_that_became_a_file_is_not_taken_for_one(place):
+    store = opened(place)
+    store.put("a", "", payload("a"))
+    shutil.rmtree(store.directory)
+    store.directory.write_text("not a directory")
+    for _ in range(2):
+        with pytest.raises(OSError, match="File exists"):
+            store.put("b", "", payload("b"))
+    assert store.counters["errors"] == 2
+    assert store._index.reserved_bytes == 0
+    store.directory.unlink()
+    assert store.put("b", "", payload("b"))
     store.close()
 
 

@@ -8,10 +8,12 @@ import zlib
 from pathlib import Path
 
 import pytest
-from support.chunk_files import KIB, file_of, files, load, payload, reopened
+from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload, reopened
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.disk import chunk_file
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, disk_bytes
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 DAMAGE = {
     "truncated to nothing": lambda p: p.write_bytes(b""),
@@ -244,3 +246,16 @@ def test_short_writes_and_reads_are_continued(store, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, b, at: preadv(fd, [b[0][:700]], at))
     store.put("a", "", payload("a"))
     assert load(store, "a") == payload("a")
+
+
+def test_a_removed_directory_is_made_again(store, directory):
+    store.put("a", "", payload("a"))
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+    assert load(store, "a") is None
+    assert store.put("b", "", payload("b"))
+    assert load(store, "b") == payload("b")
+    assert store.counters["bytes"] == disk_bytes(3 * KIB)
+    with pytest.raises(SettingsError):  # and held again
+        ChunkStore(directory, NO_LIMIT, lock_seconds=0)

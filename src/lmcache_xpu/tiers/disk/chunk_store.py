@@ -259,20 +259,20 @@ class ChunkStore:
         return (self.directory if (held := self._held) is None else held.held) / name
 
     def _make_again(self) -> None:
-        """Make the directory if it was removed; nothing is stored any more if that fails."""
-        if self._held is None or (
-            self.directory.is_dir() and os.path.samestat(self._at("").stat(), self.directory.stat())
-        ):
+        """Make the directory if it was removed; raises OSError if that fails."""
+        gone, directory = self._held, self.directory
+        if gone is None:
             return
-        self._held.release()
-        self._held = None
-        for key in list(self._index):
-            self._index.remove(key)
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.is_dir() and os.path.samestat(gone.held.stat(), directory.stat()):
+            return
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            self._held = DirectoryLock(self.directory, 0)
+            self._held = DirectoryLock(directory, 0)
         except SettingsError as error:
             raise OSError(str(error)) from error
+        gone.release()
+        for key in list(self._index):
+            self._index.remove(key)
         self._scan()
 
     def _scan(self) -> None:
