@@ -147,6 +147,12 @@ def test_a_failed_check_is_refused_in_the_doctors_words(machine, settings):
     assert "\n" not in str(refused.value)
 
 
+def test_a_refusal_says_what_the_check_expects(machine, settings, root):
+    (root / "file").touch()
+    with pytest.raises(SettingsError, match=r"can't be written.*; expected .* may write to"):
+        check_start(settings(disk_path=root / "file", disk_gib=0.01), machine())
+
+
 def test_what_is_refused_depends_on_the_device(machine, settings, tmp_path):
     closed = machine(may_open=lambda _: False)
     with pytest.raises(SettingsError, match=r"device nodes: renderD128.*RENDER_GID"):

@@ -109,7 +109,7 @@ def check_start(settings: Settings, machine: Machine | None = None) -> None:
         if check.outcome == "fail":
             raise SettingsError(
                 f"{check.name}: {check.found}",
-                "a machine that `lmcache-xpu doctor` passes",
+                check.expected or "a machine that `lmcache-xpu doctor` passes",
                 check.advice,
             )
         if check.outcome == "warn":

@@ -20,6 +20,7 @@ class Check:
     name: str  # of what was checked
     found: str  # the state of things, or why it was not looked at
     advice: str = ""  # what to do, if anything
+    expected: str = ""  # in place of what was found, where an error says it
 
 
 # A name, the state of things, and advice where there is something to do.
@@ -32,5 +33,5 @@ def passes(name: str, state: str, check: Callable[..., object], *arguments: obje
     try:
         check(*arguments)
     except (SettingsError, VersionError) as error:
-        return fail(name, error.found, error.fix)
+        return fail(name, error.found, error.fix, error.expected)
     return ok(name, state)

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lmcache_xpu.doctor.check import Check, fail, ok, skip, warn
-from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.doctor.check import Check, ok, passes, skip, warn
 from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import check_directory
 from lmcache_xpu.launch.settings import Settings
@@ -42,10 +41,8 @@ def check_disk_room(machine: Machine, settings: Settings) -> Check:
     name, path = "disk tier", settings.disk_path
     if path is None or settings.disk_gib is None:
         return skip(name, "disk_path is not set")
-    try:
-        check_directory(path, "disk_path")
-    except SettingsError as error:
-        return fail(name, error.found, error.fix)
+    if (writable := passes(name, "", check_directory, path, "disk_path")).outcome == "fail":
+        return writable
     kind = machine.file_system(path.resolve())
     needed_gib = settings.disk_gib * settings.devices
     room_gib = shutil.disk_usage(path).free / GIB
