@@ -86,8 +86,8 @@ class Client:
     """A connection to one server; use it as a context manager.
 
     Args:
-        url: the server's, http:// where it names no scheme; an ending such as /v1 or /metrics is left
-            out.
+        url: the server's, http:// where it names no scheme; an ending such as /v1 or /metrics is
+            left out.
         model: name to ask for; None asks the server for its first one.
         timeout_s: longest silence of the server, seconds.
         trust_env: whether the environment may name a proxy, which would be timed, too.
