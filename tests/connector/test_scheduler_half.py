@@ -16,6 +16,7 @@ from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.connector.step import WorkerReport
+from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 CHUNK, BLOCK, HIT = 256, 16, 768
 
@@ -85,6 +86,7 @@ def make(monkeypatch):
         producer: bool = True,
         keeps_prefixes: bool = True,
         recurrent: bool = False,
+        window: int | None = None,
     ) -> SchedulerHalf:
         beside = SimpleNamespace(begun=[])
         beside.begin_ahead = beside.begun.append
@@ -101,7 +103,12 @@ def make(monkeypatch):
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
             needs_kv_cache_zeroing=zeroes,
         )
-        stored = [SimpleNamespace(recurrent=recurrent, window=None)] * groups
+        stored = [
+            CacheGroup(
+                number=number, layers=(), block_tokens=BLOCK, window=window, recurrent=recurrent
+            )
+            for number in range(groups)
+        ]
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
         client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
         half = SchedulerHalf(config, kv_cache, options, client, stored)
@@ -156,8 +163,15 @@ def step(*new, cached=(), resumed=(), scheduled=None):
 
 @pytest.mark.parametrize(
     ("engine", "allowed"),
-    [({}, True), ({"ranks": 2}, False), ({"zeroes": True}, False), ({"groups": 2}, False)],
-    ids=["alone", "ranks", "zeroes", "groups"],
+    [
+        ({}, True),
+        ({"groups": 2}, True),
+        ({"ranks": 2}, False),
+        ({"zeroes": True}, False),
+        ({"groups": 2, "recurrent": True}, False),
+        ({"groups": 2, "window": 128}, False),
+    ],
+    ids=["alone", "groups", "ranks", "zeroes", "states", "windows alone"],
 )
 def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, engine, allowed):
     half = make(**engine)

@@ -37,7 +37,8 @@ def made(client, *, zeroes: bool = False) -> WorkerHalf:
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
     kv_cache = SimpleNamespace(num_blocks=BLOCKS, needs_kv_cache_zeroing=zeroes)
     options = {"xpu.server_timeout_s": WAIT_S}
-    return WorkerHalf(None, kv_cache, options, client, [group], BEAT_S)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    return WorkerHalf(config, kv_cache, options, client, [group], BEAT_S)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ class Steps(Blocks, RuleBasedStateMachine):
                 group, self.paged.engine, layout.blocks, self.chunk, None, register_host
             )
             client = LocalClient(self.keeper.cache, None)
-            self.transfers = Transfers(client, [copies], 1.0)
+            self.transfers = Transfers(client, [copies], 1.0, self.paged.engine)
             self.transfers.register()
             self.loads = self.transfers.in_steps
         for content, tokens in enumerate(stored):  # that there is something to load
