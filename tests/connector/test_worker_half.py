@@ -207,3 +207,12 @@ def test_a_rank_that_holds_what_another_stores_stores_nothing(alone, monkeypatch
     run(half, Step(frozenset(), 8, [chunks_of(STORED)]))
     assert not half.transfers.busy
     assert RESERVE not in half._client.requests.calls
+
+
+def test_null_blocks_of_a_window_are_never_named_as_those_of_a_failed_load(alone):
+    """Most requests have them: all of these would begin anew."""
+    half, _ = alone
+    half.change_weights()
+    windows = chunks_of([0, 0, 0, 0, *LOADED[4:]])
+    unfilled, _ = run(half, Step(frozenset(), 8, loads=[windows]))
+    assert unfilled == set(LOADED[4:])
