@@ -224,7 +224,21 @@ def test_of_several_groups_all_that_have_a_missing_block_begin_anew_and_nothing_
     ours = Ours()
     running = {"first": ([1, 2], [0, 5]), "other": ([3], [6]), "sharing": ([1, 4], [0, 7])}
     scheduler = Running(ours, running, groups=2)
-    assert handle(scheduler, {1, 2, 9}) == {"first", "sharing"}
+    assert handle(scheduler, {1, 2}) == {"first", "sharing"}
     assert sorted(ours.given_up) == ["first", "sharing"]
     assert scheduler.evicted == set(range(BLOCKS))
     assert not hasattr(scheduler, "passed")
+
+
+def test_of_several_groups_nothing_else_is_forgotten_while_the_window_holds_all():
+    """Of a group whose part of the load is not known, all blocks."""
+    running = {"first": ([1, 2, 8], [4, 5, 9], [10, 11]), "other": ([3], [6], [7])}
+    scheduler = Running(Ours(), running, groups=3)
+    assert handle(scheduler, {2, 5}) == {"first"}
+    assert scheduler.evicted == {2, 8, 5, 9, 10, 11}
+
+
+def test_of_one_group_with_a_window_nothing_is_found_either():
+    scheduler = Running(Ours(), {"first": [0, 0, 2, 3]})
+    assert handle(scheduler, {2}) == {"first"}
+    assert scheduler.evicted == set(range(BLOCKS))

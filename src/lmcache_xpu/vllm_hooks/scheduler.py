@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
@@ -115,20 +116,20 @@ def _preempt(
     """
     stale: set[int] = set()
     again = []
-    has_windows = False
+    has_gone = False  # some of a request's blocks, behind its window
     for request in scheduler.running:
         groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         if invalid.isdisjoint(itertools.chain(*groups)):
             continue
         again.append(request)
-        has_windows = len(groups) > 1
         for blocks in groups:
+            has_gone |= NULL_BLOCK in blocks
             first = next((at for at, block in enumerate(blocks) if block in invalid), 0)
             stale.update(blocks[first:])
     pool = scheduler.kv_cache_manager.block_pool
-    if has_windows or any(pool.blocks[block].block_hash is not None for block in invalid - stale):
-        # The request has ended or was preempted meanwhile, or blocks have left its window. Which it
-        # computed from these is not known any more.
+    if has_gone or any(pool.blocks[block].block_hash is not None for block in invalid - stale):
+        # Or the request has ended or was preempted meanwhile. Which blocks it computed from these
+        # is not known any more.
         stale.update(range(len(pool.blocks)))
     scheduler.kv_cache_manager.evict_blocks(stale)
     now = time.monotonic()
