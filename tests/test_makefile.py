@@ -32,7 +32,10 @@ def test_help_names_every_target_in_a_group_and_in_one_column():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["test", "PART=gpu"], "PART=gpu; expected one of: bases lmcache loadtests models ranks tools"),
+        (
+            ["test", "PART=gpu"],
+            "PART=gpu; expected one of: bases lmcache loadtests models ranks tools",
+        ),
         (["test", "PART=lmcache"], "LMCACHE=... is missing"),
         (["loadtest"], "HOST=http://... is missing"),
     ],

@@ -84,6 +84,9 @@ def test_groups_are_exact(
     assert all(len(prompt["compared"]) == groups for prompt in prompts)
     assert [prompt["different"] for prompt in prompts] == [[], []]
     assert all(prompt["same answer"] for prompt in prompts)
+    # Its last token is computed; of states, its last block.
+    whole = {"hit": 1920 if states else 2047, "same answer": True}
+    assert report["a prompt of whole chunks"] == whole
     # Longer than what states are kept for: in the process they are kept where the second one parts.
     of_states = [0, 0, 1792] if place == "local" else [0, 0, 0]
     assert report["long questions"] == (of_states if states else [0, 1792, 1792])

@@ -180,6 +180,11 @@ def look(engine: Engine) -> dict[str, Any]:
             "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
             "different": different,
         }
+    whole = [ask(engine, STEP, 0, 0) for _ in range(2)]
+    report["a prompt of whole chunks"] = {
+        "hit": whole[1][1],
+        "same answer": whole[0][0] == whole[1][0],
+    }
     report["long questions"] = [
         ask(engine, DOCUMENTS[0], number, LONG_QUESTION, cache_salt="long")[1]
         for number in range(3)

@@ -136,14 +136,13 @@ class LoadPipeline:
         for done in self.failed_behind or ():
             done.wait()
 
-    def end(self, layers: int | None) -> bool:
-        """Do as `before_all`; whether the engine had come to the first layers, or to all of them.
+    def end(self, layers: int) -> bool:
+        """Do as `before_all`; whether the engine had come to so many layers, from the first one on.
 
         It may end a step before its drafter has run, so a drafter's layers are waited for here. Nor
         would it do harm if that were too late: the model checks what a drafter proposes.
         """
-        groups = len(self.starts) if layers is None else bisect.bisect_left(self.starts, layers)
-        is_in_time = self._waited >= groups
+        is_in_time = self._waited >= bisect.bisect_left(self.starts, layers)
         self.before_all()
         return is_in_time and self.failed_behind is None
 

@@ -68,6 +68,7 @@ def beginning_anew(original: Handler) -> Handler:
         connectors = list(_connectors_of(scheduler.connector))
         if not (connectors and scheduler.recompute_kv_load_failures):
             return original(scheduler, invalid, scheduled)
+        invalid = set(invalid)  # which waits for the device, once
         several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
         again, stale = _preempt(scheduler, invalid, scheduled)
         for connector in connectors:
