@@ -73,7 +73,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "connector/scheduler_half.py: tracked.has_blocks",
     "connector/scheduler_half.py: tracked.in_step",
     "copies/step_loads.py: load.located",
-    "copies/step_loads.py: load.parts",
+    "copies/step_loads.py: load.pipeline",
     "tiers/disk/chunk_index.py: entry.used_ns",
     "tiers/task_results.py: self._timer.daemon",
     "transfer/host_copies.py: memory.pinning",

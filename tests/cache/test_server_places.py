@@ -23,7 +23,7 @@ TIMEOUT_S = 0.3
 def worker():
     """The transfers of a worker, and its layers."""
     client, caches = Client(), {f"layer {n}": filled(n) for n in range(3)}
-    transfers = Transfers(Connection(client), [copies(caches)], TIMEOUT_S)
+    transfers = Transfers(Connection(client), [copies(caches)], TIMEOUT_S, caches)
     transfers.register()
     client.calls.clear()
     yield client, transfers, list(caches.values())
@@ -112,7 +112,7 @@ def test_an_answer_of_another_form_is_an_error_and_the_chunks_are_given_back(
 
 def test_a_server_without_the_module_is_refused_with_the_way_to_get_it():
     client = Client(module=False)
-    transfers = Transfers(Connection(client), [copies({"layer": filled(0)})], TIMEOUT_S)
+    transfers = Transfers(Connection(client), [copies({"layer": filled(0)})], TIMEOUT_S, ())
     with pytest.raises(SettingsError, match=r"without this package's module.*lmcache-xpu-server"):
         transfers.register()
     transfers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.scheduler_half import SchedulerHalf
 from lmcache_xpu.connector.step import WorkerReport
+from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 CHUNK, BLOCK, HIT = 256, 16, 768
 
@@ -85,6 +87,7 @@ def make(monkeypatch):
         producer: bool = True,
         keeps_prefixes: bool = True,
         recurrent: bool = False,
+        window: int | None = None,
     ) -> SchedulerHalf:
         beside = SimpleNamespace(begun=[])
         beside.begin_ahead = beside.begun.append
@@ -101,7 +104,12 @@ def make(monkeypatch):
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)] * groups,
             needs_kv_cache_zeroing=zeroes,
         )
-        stored = [SimpleNamespace(recurrent=recurrent, window=None)] * groups
+        stored = [
+            CacheGroup(
+                number=number, layers=(), block_tokens=BLOCK, window=window, recurrent=recurrent
+            )
+            for number in range(groups)
+        ]
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
         client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
         half = SchedulerHalf(config, kv_cache, options, client, stored)
@@ -156,8 +164,15 @@ def step(*new, cached=(), resumed=(), scheduled=None):
 
 @pytest.mark.parametrize(
     ("engine", "allowed"),
-    [({}, True), ({"ranks": 2}, False), ({"zeroes": True}, False), ({"groups": 2}, False)],
-    ids=["alone", "ranks", "zeroes", "groups"],
+    [
+        ({}, True),
+        ({"groups": 2}, True),
+        ({"ranks": 2}, False),
+        ({"zeroes": True}, False),
+        ({"groups": 2, "recurrent": True}, False),
+        ({"groups": 2, "window": 128}, False),
+    ],
+    ids=["alone", "groups", "ranks", "zeroes", "states", "windows alone"],
 )
 def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, engine, allowed):
     half = make(**engine)
@@ -417,6 +432,34 @@ def test_a_store_names_what_it_was_computed_from_where_loads_are_inside_steps(ma
         half.matched_tokens(request(), 0)
         half.allocated(request(), blocks(63), 0)
         assert half.describe(step(("a", 0, 1000))).sources == sources
+
+
+def windows_first(half):
+    """Let the second group alone keep all of a prompt; its blocks begin at 101."""
+    whole = half._whole
+    half._whole = dataclasses.replace(whole, number=1)
+    return SimpleNamespace(get_block_ids=lambda: ([0] * 63, list(range(101, 164))))
+
+
+def test_of_several_groups_a_store_names_the_blocks_that_no_window_gives_back(make):
+    half = make(groups=2)
+    given = windows_first(half)
+    half.load_in_steps()
+    half._lookups.hit = 0
+    half.matched_tokens(request(), 0)
+    half.allocated(request(), given, 0)
+    assert half.describe(step(("a", 0, 1000))).sources == {"a": list(range(101, 149))}
+
+
+def test_of_several_groups_a_load_that_nobody_described_names_them_too(make):
+    """By them vLLM's scheduler knows its request."""
+    half, asks = make(groups=2), request()
+    given = windows_first(half)
+    half.load_in_steps()
+    half.matched_tokens(asks, CHUNK)
+    half.allocated(asks, given, HIT - CHUNK)
+    unserved = half.describe_failed(step(("a", HIT, 232))).unserved
+    assert unserved.blocks == set(range(101 + CHUNK // BLOCK, 101 + HIT // BLOCK))
 
 
 def test_damage_is_told_to_who_names_chunks(make):

@@ -9,10 +9,21 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.steps import step
+from vllm.model_executor.layers.attention import (
+    Attention,
+    ChunkedLocalAttention,
+    MLAAttention,
+)
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.connector.request_guard import Unserved
-from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph, written_blocks
+from lmcache_xpu.connector.step import (
+    Step,
+    WorkerReport,
+    awaiting_layers,
+    may_run_as_one_graph,
+    written_blocks,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,18 @@ def test_each_group_has_blocks_of_its_own_size_and_one_without_tokens_writes_all
 def test_a_load_writes_its_blocks_but_those_that_the_engine_has():
     load = TokenRange("a", (), 0, 384, blocks=[[4, 5, 6], [0, 0, 9]], kept=128)
     assert written_blocks(step(), [128, 128], [load]) == {5, 6, 9}
+
+
+def test_layers_that_vllm_calls_connectors_for_are_in_the_order_of_the_model():
+    """A layer of another class may have a KV cache too."""
+
+    class Indexer:
+        pass
+
+    classes = {"b": Attention, "index": Indexer, "a": MLAAttention, "c": ChunkedLocalAttention}
+    layers = {name: each.__new__(each) for name, each in classes.items()}
+    config = Fake(compilation_config=Fake(static_forward_context=layers))
+    assert awaiting_layers(config) == ["b", "a", "c"]
 
 
 def test_reports_of_workers_are_one():

@@ -37,7 +37,8 @@ def made(client, *, zeroes: bool = False) -> WorkerHalf:
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
     kv_cache = SimpleNamespace(num_blocks=BLOCKS, needs_kv_cache_zeroing=zeroes)
     options = {"xpu.server_timeout_s": WAIT_S}
-    return WorkerHalf(None, kv_cache, options, client, [group], BEAT_S)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    return WorkerHalf(config, kv_cache, options, client, [group], BEAT_S)
 
 
 @pytest.fixture
@@ -206,3 +207,12 @@ def test_a_rank_that_holds_what_another_stores_stores_nothing(alone, monkeypatch
     run(half, Step(frozenset(), 8, [chunks_of(STORED)]))
     assert not half.transfers.busy
     assert RESERVE not in half._client.requests.calls
+
+
+def test_null_blocks_of_a_window_are_never_named_as_those_of_a_failed_load(alone):
+    """Most requests have them: all of these would begin anew."""
+    half, _ = alone
+    half.change_weights()
+    windows = chunks_of([0, 0, 0, 0, *LOADED[4:]])
+    unfilled, _ = run(half, Step(frozenset(), 8, loads=[windows]))
+    assert unfilled == set(LOADED[4:])

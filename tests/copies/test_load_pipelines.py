@@ -96,7 +96,7 @@ def test_what_is_under_way_leaves_less_room():
     case = Case()
     case.load()
     (load,) = case.step.loads
-    size = load._groups[0].nbytes
+    size = load._groups[0].group.nbytes
     first = load.done[0] = Point()
     assert load.bytes_under_way() == size
     case.step.before_layer(0)
@@ -180,7 +180,7 @@ def test_a_load_that_fails_half_way_is_reported_and_waited_for():
     case.step.before_layer(0)
     case.step.after_layer(0)
     (load,) = case.step.loads
-    assert load.failed_behind is fence
+    assert load.failed_behind == (fence,)
     assert len(load.done) == 1  # the fence is no layer group
     case.step.before_layer(1)
     assert len(load.done) == 1

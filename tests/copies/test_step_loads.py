@@ -31,7 +31,9 @@ from lmcache_xpu.cache.hit_places import LOCATE, RELEASE
 from lmcache_xpu.cache.server import GivenUpError
 from lmcache_xpu.copies import step_loads
 from lmcache_xpu.copies.load_pipelines import LoadPipeline
+from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer
+from lmcache_xpu.metrics import LOAD_SERVER
 
 OTHER = 24  # first token of another prompt
 
@@ -239,17 +241,30 @@ def test_loads_are_counted_by_their_way(stored):
     assert stored.transfers.take_speed() is None
 
 
-def test_layers_that_are_not_alike_are_all_there_before_the_step():
-    engine = Engine({**{name: filled(3) for name in LAYERS[:2]}, "wide": filled(4, heads=5)})
+def test_layers_that_are_not_alike_come_one_after_another():
+    wide = {LAYERS[2]: filled(4, heads=5), LAYERS[4]: filled(5, heads=5)}
+    engine = Engine({name: wide.get(name, filled(3)) for name in LAYERS})
     try:
+        assert len(engine.copies.parts) == 5
         assert engine.store(STORED)
-        engine.load(looks=False)
-        for layer, was in zip(engine.caches.values(), engine.before, strict=True):
-            assert torch.equal(layer[LOADED], was[STORED])
+        assert engine.load() == [True] * len(LAYERS)
         assert not engine.loads.take()
     finally:
         engine.transfers.close()
         engine.client.close()
+
+
+def test_where_the_engine_does_not_stop_at_all_layers_all_are_there_before_the_step(stored):
+    """An indexer of sparse attention has a KV cache, which it reads without a call."""
+    transfers = stored.transfers
+    loads = StepLoads(transfers._moves, [stored.copies], LAYERS[1:], 0, LOAD_SERVER, print)
+    loads.ask(chunks_of(LOADED))
+    loads.begin_answered(1000)
+    loads.begin(whole=False)
+    for layer, was in zip(stored.caches.values(), stored.before, strict=True):
+        assert torch.equal(layer[LOADED], was[STORED])
+    loads.close()
+    assert not loads.take()
 
 
 @MACHINES

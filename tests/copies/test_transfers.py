@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, client, *groups):
         connection = Connection(client)
         self.client, self.groups, self.healthy = client, list(groups), connection.healthy
-        self.transfers = Transfers(connection, self.groups, TIMEOUT_S)
+        self.transfers = Transfers(connection, self.groups, TIMEOUT_S, ())
         self.transfers.register()
 
     def store(self, blocks):

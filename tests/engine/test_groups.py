@@ -37,17 +37,21 @@ FAMILIES = (
     Family("states, dense", tiny_models.qwen3_5, 4, states=True),
 )
 FROM_SERVER_OFTEN = ("windows", "states")  # the others: `make test PART=models`
+STEP, WAITS = "step", "async"  # the setting of loads
 CASES = [
     pytest.param(
         place,
         family,
-        id=f"{family.kind}, {place}",
+        loads,
+        id=f"{family.kind}, {place}, {loads}",
         marks=pytest.mark.matrix
         if place == "server" and family.kind not in FROM_SERVER_OFTEN
         else (),
     )
     for place in ("local", "server")
     for family in FAMILIES
+    # States are waited for, whatever the setting.
+    for loads in ((WAITS,) if family.states else (WAITS, STEP))
 ]
 
 
@@ -63,9 +67,12 @@ def cache(place: str, family: Family, tmp_path: Path) -> Iterator[object]:
     server.kill()
 
 
-@pytest.mark.parametrize(("place", "family"), CASES)
-def test_groups_are_exact(place: str, family: Family, cache: object, tmp_path: Path) -> None:
-    report = printed(run_probe("hybrid", family.kind, family.make(tmp_path), cache))
+@pytest.mark.parametrize(("place", "family", "loads"), CASES)
+def test_groups_are_exact(
+    place: str, family: Family, loads: str, cache: object, tmp_path: Path
+) -> None:
+    report = printed(run_probe("hybrid", family.kind, family.make(tmp_path), cache, loads))
+    assert list(report["ways"]) == [loads]
     groups, states = family.groups, family.states
     assert report["blocks"] == report["blocks without"]
     prompts = report["prompts"].values()
@@ -77,6 +84,9 @@ def test_groups_are_exact(place: str, family: Family, cache: object, tmp_path: P
     assert all(len(prompt["compared"]) == groups for prompt in prompts)
     assert [prompt["different"] for prompt in prompts] == [[], []]
     assert all(prompt["same answer"] for prompt in prompts)
+    # Its last token is computed; of states, its last block.
+    whole = {"hit": 1920 if states else 2047, "same answer": True}
+    assert report["a prompt of whole chunks"] == whole
     # Longer than what states are kept for: in the process they are kept where the second one parts.
     of_states = [0, 0, 1792] if place == "local" else [0, 0, 0]
     assert report["long questions"] == (of_states if states else [0, 1792, 1792])

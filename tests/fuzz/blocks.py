@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Collection
 
 from keeper import Keeper
+from paged_layers import Layers
 from running import Prompt, Running
 
 from lmcache_xpu.cache.protocol import TokenRange
@@ -17,6 +19,7 @@ class Blocks:
 
     random: random.Random
     keeper: Keeper
+    layout: Layers
     block_tokens: int
     chunk: int  # tokens
     free: list[int]
@@ -59,7 +62,13 @@ class Blocks:
         size = self.block_tokens
         blocks = request.blocks[start // size : end // size]
         kept = max(0, request.cached - start)
-        return TokenRange(request.name, request.keys, start, end, "", None, [blocks], kept)
+        numbers = [self.layout.numbers(group, blocks) for group in range(self.layout.groups)]
+        return TokenRange(request.name, request.keys, start, end, "", None, numbers, kept)
+
+    def _of_all_groups(self, blocks: Collection[int]) -> set[int]:
+        """Numbers in all groups of blocks as the first one numbers them."""
+        groups = range(self.layout.groups)
+        return {number for group in groups for number in self.layout.numbers(group, blocks)}
 
     def _new(self, request: Running) -> frozenset[int]:
         return frozenset(request.blocks[request.cached // self.block_tokens :])

@@ -32,8 +32,8 @@ class WatchedCache(LocalCache):
             missing = "a chunk is missing that a look-up has locked"
             self.keeper.errors.append(oracle.MismatchError(missing))
         first = key.start // self.chunk_tokens
-        for _, chunk, offset, _ in slots.rows if slots else ():
-            wanted = self.keeper.chunks[key.tokens.by_group[0][first + chunk]]
+        for group, chunk, offset, _ in slots.rows if slots else ():
+            wanted = self.keeper.chunks[group, key.tokens.by_group[group][first + chunk]]
             self.keeper.compare("what is located", offset, wanted)
         return answer
 
@@ -47,32 +47,35 @@ class WatchedCache(LocalCache):
         chunks, rows = self.keeper.reserved.pop(number)
         first = chunks.start // self.chunk_tokens
         if (store := self.keeper.stores.get(id(chunks.tokens))) is not None:
-            for _, chunk, offset, _ in rows:
-                wanted = store.chunks[first + chunk]
+            for group, chunk, offset, _ in rows:
+                wanted = store.chunks[first + chunk][group]
                 self.keeper.compare("what is published", offset, wanted)
-                self.keeper.chunks[chunks.tokens.by_group[0][first + chunk]] = wanted
+                self.keeper.chunks[group, chunks.tokens.by_group[group][first + chunk]] = wanted
                 store.committed.append(chunk)
         return super().commit(number)
 
 
 class Keeper:
-    """A cache with room for so many objects of one size.
+    """A cache with room for so many objects of each KV cache group, all of one page.
 
     Attributes:
-        chunks: what each must hold, also of those that have gone.
+        chunks: what each group's must hold, also of those that have gone.
         reserved: by number of the question, what is not published yet.
         stores: by what they store, those on their way.
         errors: of calls that the package made.
     """
 
-    def __init__(self, device: LateDevice, places: int, chunk_tokens: int) -> None:
+    def __init__(self, device: LateDevice, places: int, chunk_tokens: int, groups: int) -> None:
         self.device = device
-        self.chunks: dict[Any, bytes] = {}
+        self.groups = groups
+        self.chunks: dict[tuple[int, Any], bytes] = {}
         self.reserved: dict[int, tuple[TokenRange, Any]] = {}
         self.stores: dict[int, Storing] = {}
         self.errors: list[oracle.MismatchError] = []
         self._numbers = itertools.count(-1, -1)
-        options = LocalCacheOptions(chunk_tokens=chunk_tokens, cpu_gib=places * PAGE / 2**30)
+        options = LocalCacheOptions(
+            chunk_tokens=chunk_tokens, cpu_gib=places * groups * PAGE / 2**30
+        )
         self.cache = WatchedCache(options, CPU, "model")
         self.cache.keeper = self
         self.memory = self.cache.memory()
@@ -112,7 +115,7 @@ class Keeper:
         keys.extend([f"{number} {chunk}".encode() for chunk in range(places)])
         others = TokenRange("others", keys, 0, places * self.cache.chunk_tokens)
         for _, _, offset, size in (
-            LocalCache.reserve(self.cache, number, others, [()]).result().rows
+            LocalCache.reserve(self.cache, number, others, [()] * self.groups).result().rows
         ):
             noise = torch.randint(256, (size,), dtype=torch.uint8)
             self.memory.pool[offset : offset + size] = noise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ class Layers:
 
     widths: by layer, bytes of a token in a plane. planes: parts of a block that lie apart, where
     not `across`: a block's layers lie side by side, else each layer has memory of its own.
-    padding: bytes behind each block.
+    padding: bytes behind each block. groups: KV cache groups, over which layers are spread as vLLM
+    does it. Each has numbers of its own for a request's blocks: this holds those of the first.
     """
 
     widths: tuple[int, ...]
@@ -26,6 +28,19 @@ class Layers:
     across: bool
     padding: int
     lead: int
+    groups: int = 1
+
+    @property
+    def blocks_of_group(self) -> int:
+        return self.blocks // self.groups
+
+    def numbers(self, group: int, blocks: Iterable[int]) -> list[int]:
+        """A group's blocks beside those of the first group."""
+        return [block + group * self.blocks_of_group for block in blocks]
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """Of a group's layers."""
+        return tuple(f"layer {layer}" for layer in range(group, len(self.widths), self.groups))
 
 
 @st.composite
@@ -36,14 +51,16 @@ def layers(draw: st.DrawFn) -> Layers:
     other = draw(st.sampled_from((width, width, width, 8)))
     across = draw(st.booleans())
     block_tokens = draw(st.sampled_from((1, 2, 3)))
+    groups = draw(st.sampled_from((1, 2, 3)))
     return Layers(
         widths=(width,) * (count - 1) + (other,),
         planes=1 if across else draw(st.sampled_from((1, 2))),
-        blocks=12 + 12 // block_tokens,
+        blocks=(12 + 12 // block_tokens) * groups,
         block_tokens=block_tokens,
         across=across,
         padding=draw(st.sampled_from((0, 0, 2, 16))),
         lead=draw(st.integers(0, 3)) * 16,
+        groups=groups,
     )
 
 
@@ -88,28 +105,30 @@ class PagedLayers:
         return self.raw.numpy().tobytes()
 
     def parts(self, layer: int, block: int, first: int, last: int) -> list[Range]:
-        """Where some tokens of a block lie in a layer."""
+        """Where some tokens of a block lie in a layer; the block as the first group numbers it."""
         width = self.layout.widths[layer]
+        block += layer % self.layout.groups * self.layout.blocks_of_group
         at = block * self._steps[layer] + first * width
         return [(start + at, (last - first) * width) for start in self._starts[layer]]
 
-    def chunk(self, memory: bytes | bytearray, blocks: list[int]) -> bytes:
-        """What is stored of some blocks: layer by layer, part by part, the blocks in order."""
-        planes = range(self.layout.planes)
-        return b"".join(
-            bytes(memory[at : at + size])
-            for layer in range(self.layers)
-            for plane in planes
-            for block in blocks
-            for at, size in [self.parts(layer, block, 0, self.layout.block_tokens)[plane]]
-        )
+    def chunk(self, memory: bytes | bytearray, blocks: list[int]) -> list[bytes]:
+        """What is stored of some blocks, by group."""
+        return [
+            b"".join(bytes(memory[at : at + size]) for at, size in self._places(group, blocks))
+            for group in range(self.layout.groups)
+        ]
 
-    def fill(self, memory: bytearray, blocks: list[int], chunk: bytes) -> None:
+    def fill(self, memory: bytearray, blocks: list[int], chunk: list[bytes]) -> None:
         """Write what is loaded of some blocks."""
-        done = 0
-        for layer in range(self.layers):
+        for group, content in enumerate(chunk):
+            done = 0
+            for at, size in self._places(group, blocks):
+                memory[at : at + size] = content[done : done + size]
+                done += size
+
+    def _places(self, group: int, blocks: list[int]) -> Iterator[Range]:
+        """Where a group's part of a chunk lies: by layer and plane, the blocks in order."""
+        for layer in range(group, self.layers, self.layout.groups):
             for plane in range(self.layout.planes):
                 for block in blocks:
-                    at, size = self.parts(layer, block, 0, self.layout.block_tokens)[plane]
-                    memory[at : at + size] = chunk[done : done + size]
-                    done += size
+                    yield self.parts(layer, block, 0, self.layout.block_tokens)[plane]

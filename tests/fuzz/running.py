@@ -65,12 +65,12 @@ class Running:
 class Storing:
     """Chunks on their way to the cache.
 
-    chunks: by number, the bytes that they must have. keys: by which the store is known.
-    committed: those that were published. spoiled: the request's load has failed.
+    chunks: by number, the bytes that they must have in each KV cache group. keys: by which the
+    store is known. committed: those that were published. spoiled: the request's load has failed.
     """
 
     of: Running
-    chunks: dict[int, bytes]
+    chunks: dict[int, list[bytes]]
     keys: object = None
     committed: list[int] = field(default_factory=list)
     spoiled: bool = False

@@ -61,6 +61,17 @@ def _(_: Any) -> Any:
     return wrong
 
 
+@fault("the engine waits for one KV cache group alone", "steps", LoadPipeline, "_last")
+def _(last: Any) -> Any:
+    def wrong(self: LoadPipeline, first: int, end: int | None = None) -> Any:
+        if end is None:
+            return last(self, first)
+        groups = zip(self._groups[first:end], self.done[first:end], strict=False)
+        return [done for copy, done in groups if copy.stager is self.stagers[0]]
+
+    return wrong
+
+
 @fault("the engine writes blocks that a store still reads", "steps", Transfers, "let_write")
 def _(_: Any) -> Any:
     return lambda self, blocks=None: None

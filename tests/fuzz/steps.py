@@ -79,7 +79,8 @@ class Steps(Blocks, RuleBasedStateMachine):
         self.way = ways.Way(**vars(way) | {"buffer": 0 if in_place else max(100, way.buffer)})
         self.ahead = ahead
         self.wanted = bytearray(self.paged.bytes())
-        self.free = list(range(1, layout.blocks))  # without vLLM's null block
+        self.layout = layout
+        self.free = list(range(1, layout.blocks_of_group))  # without vLLM's null block
         self.users: Counter[int] = Counter()
         self.resident: list[Running] = []
         self.waiting: list[Running] = []
@@ -87,16 +88,21 @@ class Steps(Blocks, RuleBasedStateMachine):
         self.reads: list[tuple[Running, int, bytes, bytes]] = []
         self.grown: list[Running] = []  # in this step
         self.device = LateDevice(order)
-        self.keeper = Keeper(self.device, PLACES, self.chunk)
+        self.keeper = Keeper(self.device, PLACES, self.chunk, layout.groups)
         with self.on_device():
-            group = CacheGroup(
-                number=0, layers=tuple(self.paged.engine), block_tokens=self.block_tokens
-            )
-            copies = GroupCopies(
-                group, self.paged.engine, layout.blocks, self.chunk, None, register_host
-            )
+            groups = [
+                CacheGroup(
+                    number=number, layers=layout.names(number), block_tokens=self.block_tokens
+                )
+                for number in range(layout.groups)
+            ]
+            engine = self.paged.engine
+            copies = [
+                GroupCopies(group, engine, layout.blocks, self.chunk, None, register_host)
+                for group in groups
+            ]
             client = LocalClient(self.keeper.cache, None)
-            self.transfers = Transfers(client, [copies], 1.0)
+            self.transfers = Transfers(client, copies, 1.0, engine)
             self.transfers.register()
             self.loads = self.transfers.in_steps
         for content, tokens in enumerate(stored):  # that there is something to load
@@ -178,6 +184,7 @@ class Steps(Blocks, RuleBasedStateMachine):
             waiting = [request for request in new if request.prompt.waits and request.load]
             step += [request for request in new if request not in waiting]
             written |= grown.union(*map(self._new, new))
+            written = self._of_all_groups(written)
             loading = [request for request in step if request.load]
             computed = sum(request.tokens - request.loaded for request in step)
 
@@ -275,10 +282,13 @@ class Steps(Blocks, RuleBasedStateMachine):
     def _expect_load(self, request: Running) -> None:
         """The request's blocks get what was stored."""
         load, size = request.load, self.block_tokens
-        [blocks] = load.blocks
+        blocks = load.blocks[0]
         first = load.start // self.chunk
         for number in range(first, load.end // self.chunk):
-            content = self.keeper.chunks[request.keys.by_group[0][number]]
+            content = [
+                self.keeper.chunks[group, request.keys.by_group[group][number]]
+                for group in range(self.layout.groups)
+            ]
             at = (number - first) * self.chunk // size
             of_chunk = blocks[at : at + self.chunk // size]
             memory = bytearray(self.wanted)
@@ -364,7 +374,7 @@ class Steps(Blocks, RuleBasedStateMachine):
         return store
 
     def _compute_again(self, request: Running) -> None:
-        written = self._new(request)
+        written = self._of_all_groups(self._new(request))
         self.transfers.let_write(written)
         self.loads.begin_step(written)
         for layer in range(self.paged.layers):

@@ -1,9 +1,10 @@
 """A real vLLM on CPU with windows or states, hybrid manager on, and a cache.
 
-Run by engine/test_groups.py with the arguments KIND MODEL PLACE, the last of which is the server's
-URL or a disk tier's path; prints a JSON object last. What a step computed is kept as digests when
-its stores begin, block by block in every group. What a load brought is compared with it when vLLM
-hears of the load, so before anything else is computed.
+Run by engine/test_groups.py with the arguments KIND MODEL PLACE LOADS, of which PLACE is the
+server's URL or a disk tier's path, and LOADS the setting; prints a JSON object last. What a step
+computed is kept as digests when its stores begin, block by block in every group. What a load
+brought is compared with it when vLLM hears of the load: before anything else is computed, or of a
+load inside a step behind it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from support.probes import end_with
 from support.real_engine import Engine, prompt
+from support.server_workers import ways
 
 STEP, QUESTION, LONG_QUESTION = 2048, 200, 700  # tokens
 DOCUMENTS = (1900, 2248)  # the first ends within the first step, the other behind it
@@ -76,7 +78,7 @@ def digests(worker, chunks: Any, spans: list[int]) -> Digests:
 def watch(worker, stored: Seen, loaded: Seen) -> None:
     """Call with a store's chunks when it begins, and with a load's when vLLM hears that it ended.
 
-    Each call has the digests of their blocks too.
+    Each call has the digests of their blocks too. Of a load that failed there is no call.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -85,7 +87,8 @@ def watch(worker, stored: Seen, loaded: Seen) -> None:
     connector = get_kv_transfer_group()
     transfers, spans = connector.worker_half.transfers, block_tokens(connector._kv_cache_config)
     store, load, ended = transfers.store, transfers.load, connector.worker_half.take_ended
-    loading = {}
+    ask, take = transfers.in_steps.ask, transfers.in_steps.take
+    loading, inside = {}, []
 
     def submit_store(chunks: Any, *args: Any) -> Any:
         stored(chunks, digests(worker, chunks, spans))
@@ -102,7 +105,20 @@ def watch(worker, stored: Seen, loaded: Seen) -> None:
             loaded(chunks, digests(worker, chunks, spans))
         return names, failed
 
+    def ask_in_step(chunks: Any) -> None:
+        inside.append(chunks)
+        ask(chunks)
+
+    def take_unfilled() -> Any:
+        unfilled = take()
+        for chunks in inside:
+            if not unfilled:
+                loaded(chunks, digests(worker, chunks, spans))
+        inside.clear()
+        return unfilled
+
     transfers.store, transfers.load = submit_store, submit_load
+    transfers.in_steps.ask, transfers.in_steps.take = ask_in_step, take_unfilled
     connector.worker_half.take_ended = take_ended
 
 
@@ -164,6 +180,11 @@ def look(engine: Engine) -> dict[str, Any]:
             "compared": {n: sum(key[0] == n for key in brought) for n in {k[0] for k in brought}},
             "different": different,
         }
+    whole = [ask(engine, STEP, 0, 0) for _ in range(2)]
+    report["a prompt of whole chunks"] = {
+        "hit": whole[1][1],
+        "same answer": whole[0][0] == whole[1][0],
+    }
     report["long questions"] = [
         ask(engine, DOCUMENTS[0], number, LONG_QUESTION, cache_salt="long")[1]
         for number in range(3)
@@ -176,6 +197,7 @@ def look(engine: Engine) -> dict[str, Any]:
     engine.llm.collective_rpc(fail_loads)
     again, hit = ask(engine, DOCUMENTS[-1], 2)
     report["after a failed load"] = {"promised": hit, "same answer": again == answer}
+    report["ways"] = {way: count for way, count in ways(None).items() if count}
     return report
 
 
@@ -184,32 +206,40 @@ def break_loads(worker) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     for copies in get_kv_transfer_group().worker_half.transfers.groups:
+        for part in copies.parts:
 
-        def load(chunks: Any, objects: Any, copies: Any = copies, real: Any = copies.load) -> Any:
-            handles = real(chunks, objects)
-            for part in copies.parts:
-                for (page,) in part.stager.view.tensors:
-                    page[[b for ids in chunks for b in ids if b], :, :, : page.shape[-1] // 2] = 0
-            return handles
+            def load(
+                pieces: Any,
+                *args: Any,
+                view: Any = part.stager.view,
+                real: Any = part.stager.load,
+                **options: Any,
+            ) -> Any:
+                done = real(pieces, *args, **options)
+                for piece in pieces:
+                    rows = piece.rows.chunks(piece.chunks.start, piece.chunks.stop).engine
+                    for (page,) in view.tensors:
+                        page[rows, :, :, : page.shape[-1] // 2] = 0
+                return done
 
-        copies.load = load
+            part.stager.load = load
 
 
 def fail_loads(worker) -> None:
     """From now on, each load ends with an error."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    def load(chunks: Any, objects: Any) -> Any:
+    def load(*args: Any, **options: Any) -> Any:
         raise RuntimeError("planted")
 
-    get_kv_transfer_group().worker_half.transfers.groups[-1].load = load
+    get_kv_transfer_group().worker_half.transfers.groups[-1].parts[-1].stager.load = load
 
 
 def blocks(llm: Any) -> int:
     return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
 
-def main(kind: str, model: str, url: str) -> dict[str, Any]:
+def main(kind: str, model: str, url: str, loads: str) -> dict[str, Any]:
     sys.path.append(str(TEXT_ALONE))
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ["PYTHONPATH"], str(TEXT_ALONE)])
     from vllm import LLM
@@ -228,7 +258,7 @@ def main(kind: str, model: str, url: str) -> dict[str, Any]:
     without = blocks(plain)
     plain.llm_engine.engine_core.shutdown()
     settings = {"cache": "server", "server_url": url} if "://" in url else {}
-    settings |= {"loads": "async"}
+    settings |= {"loads": loads}
     if KINDS[kind] is STATES and "://" not in url:  # chunks of a block, as `serve` has them
         settings["chunk_tokens"] = 128
     engine = Engine(model, None, "standard", settings=settings, skip_tokenizer_init=True, **options)

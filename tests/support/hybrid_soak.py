@@ -101,17 +101,22 @@ def break_load(worker: Any) -> None:
     """Let one block of each load that follows be zero."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    copies = get_kv_transfer_group().worker_half.transfers.groups[-1]
-    real = copies.load
+    for part in get_kv_transfer_group().worker_half.transfers.groups[-1].parts:
 
-    def load(chunks: Any, objects: Any) -> Any:
-        handles = real(chunks, objects)
-        for part in copies.parts:
-            for (page,) in part.stager.view.tensors:
-                page[next(b for ids in chunks for b in ids if b)] = 0
-        return handles
+        def load(
+            pieces: Any,
+            *args: Any,
+            view: Any = part.stager.view,
+            real: Any = part.stager.load,
+            **options: Any,
+        ) -> Any:
+            done = real(pieces, *args, **options)
+            rows = pieces[0].rows.chunks(pieces[0].chunks.start, pieces[0].chunks.stop).engine
+            for (page,) in view.tensors:
+                page[rows[0]] = 0
+            return done
 
-    copies.load = load
+        part.stager.load = load
 
 
 class Soak:
@@ -219,6 +224,7 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m support.hybrid_soak")
     parser.add_argument("kind", choices=MODELS)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--loads", default="async", help="the setting")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="load wrong bytes: it has to fail")
@@ -237,7 +243,7 @@ def main() -> dict[str, Any]:
             "kv_cache_memory_bytes": DEVICE_BYTES,
             **KINDS[wanted.kind],
         }
-        settings = {"cpu_gib": CPU_GIB, "disk_gib": DISK_GIB, "loads": "async"}
+        settings = {"cpu_gib": CPU_GIB, "disk_gib": DISK_GIB, "loads": wanted.loads}
         settings |= {"save_decode": False, "device": wanted.device}
         if wanted.device != "cpu":
             options["dtype"] = "bfloat16"

@@ -6,13 +6,14 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from support import caches
 from support.caches import Spec, bits, build
 from support.connectors import make, memory, slots_of
 
-from lmcache_xpu.copies.load_pipelines import LoadPipeline, group_starts
+from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.step_loads import StepLoads, _Load
 from lmcache_xpu.metrics import LOAD_CPU
 from lmcache_xpu.transfer.slots import request_rows
@@ -52,21 +53,24 @@ class Step(StepLoads):
     """A step of an engine whose layers are named by their numbers, and loads without a server."""
 
     def __init__(self, draft_layers: int = 0) -> None:
-        group = SimpleNamespace(layers=[str(layer) for layer in range(LAYERS)])
-        copies: Any = SimpleNamespace(group=group, pages_per_layer=1)
+        names = [str(layer) for layer in range(LAYERS)]
+        part = SimpleNamespace(names=names, stager=Mock())
+        groups: Any = [SimpleNamespace(parts=[part])]
         moves: Any = SimpleNamespace(enqueueing=nullcontext)
-        super().__init__(moves, copies, draft_layers, LOAD_CPU, print)
+        super().__init__(moves, groups, names, draft_layers, LOAD_CPU, print)
         self._thread.shutdown()
         self._thread = SimpleNamespace(submit=lambda act, *args: act(*args))
         self._tokens = 1000
 
     @property
     def loads(self) -> list[LoadPipeline]:
-        return self._parts
+        return self._pipelines
 
     def add(self, load: LoadPipeline) -> None:
         unused: Any = None
-        self._begin(_Load("request", [], unused, unused, None, unused, [load]))
+        begun = _Load("request", [], unused, unused, None)
+        begun.pipeline = load
+        self._begin(begun)
 
     def before_layer(self, layer: int) -> None:
         super().before_layer(str(layer))
@@ -85,7 +89,7 @@ class Step(StepLoads):
 
     def _decide(self, load: _Load, is_missed: bool) -> None:
         if is_missed:
-            self._missed += load.parts
+            self._missed.append(load.pipeline)
 
 
 class Case:
@@ -115,7 +119,8 @@ class Case:
         rows = request_rows(stager.view, self.slots, list(zip(*SPANS, strict=True)))
         plan = stager.plan(connector.host_format, rows, starts)
         objects = connector.memory(stager, self.objs, STARTS, ENDS, loading=True)
-        return LoadPipeline(stager, plan, objects, LOAD_CPU)
+        groups = [LayerCopy(each.layers.start, stager, each, objects) for each in plan.groups]
+        return LoadPipeline(groups, LOAD_CPU)
 
     def there(self, layer: int) -> bool:
         settle()

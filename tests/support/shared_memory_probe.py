@@ -57,7 +57,7 @@ def look(server: CacheServer, client: ServerClient) -> dict[str, Any]:
     caches = {"layer": filled(1, blocks=BLOCKS)}
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
     copies = [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)]
-    transfers = Transfers(client, copies, timeout_s=1.0)
+    transfers = Transfers(client, copies, timeout_s=1.0, layers=())
     transfers.register()
     client.start_heartbeat(1.0, transfers.register_again, transfers.give_back_gone)
     blocks = list(range(1, 1 + CHUNK // BLOCK))

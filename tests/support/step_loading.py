@@ -25,7 +25,7 @@ class Engine:
         self.healthy = self.connection.healthy
         self.caches = caches or {name: filled(number) for number, name in enumerate(LAYERS)}
         self.copies = copies(self.caches)
-        self.transfers = Transfers(self.connection, [self.copies], TIMEOUT_S)
+        self.transfers = Transfers(self.connection, [self.copies], TIMEOUT_S, self.caches)
         self.transfers.register()
         self.loads = self.transfers.in_steps
         self.before = [layer.clone() for layer in self.caches.values()]

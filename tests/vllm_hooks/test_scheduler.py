@@ -85,12 +85,34 @@ class Running:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None] * groups)
         self.prev_step_scheduled_req_ids = set(running)
         self.waiting = []
+        self.kv_holding_waiting = []
+        self.failed_recving_kv_req_ids = set()
         self.evicted = set()
         hashed = [SimpleNamespace(block_hash=number) for number in range(BLOCKS)]
         self.kv_cache_manager = SimpleNamespace(
-            get_block_ids=lambda request_id: (running[request_id],),
+            get_block_ids=lambda request_id: self._groups_of(running[request_id]),
             evict_blocks=self.evicted.update,
             block_pool=SimpleNamespace(blocks=hashed),
+        )
+
+    @staticmethod
+    def _groups_of(blocks):
+        return blocks if isinstance(blocks, tuple) else (blocks,)
+
+    def wait(self, blocks, *, asking=()):
+        """Let requests wait for their loads, with these blocks; some are looked up instead."""
+        for name in blocks:
+            status = "WAITING" if name in asking else "WAITING_FOR_REMOTE_KVS"
+            self.kv_holding_waiting.append(
+                SimpleNamespace(
+                    request_id=name,
+                    num_computed_tokens=256,
+                    status=getattr(RequestStatus, status),
+                )
+            )
+        get = self.kv_cache_manager.get_block_ids
+        self.kv_cache_manager.get_block_ids = lambda name: (
+            self._groups_of(blocks[name]) if name in blocks else get(name)
         )
 
     def _preempt_request(self, request, timestamp, drop_stale_output=False):
@@ -165,25 +187,58 @@ def test_what_is_not_ours_is_passed_on(scheduler):
     assert not scheduler.evicted
 
 
-def test_of_several_groups_a_waiting_request_whose_load_failed_is_computed_anew():
+OLDER, NEWER = "skipped_waiting", "kv_holding_waiting"
+
+
+@pytest.mark.parametrize("queue", [OLDER, NEWER])
+def test_of_several_groups_a_waiting_request_whose_load_failed_is_computed_anew(queue):
     """vLLM before 0.30 would end the engine; newer names requests, not blocks."""
+    scheduler = Running(Ours(), {}, groups=2)
     blocks = {"failed": ([1], [7]), "loading": ([2], [8]), "asking": ([3], [9])}
-    ours = Ours()
-    scheduler = Running(ours, RUNNING, groups=2)
-    scheduler.kv_cache_manager.get_block_ids = blocks.__getitem__
-    scheduler.failed_recving_kv_req_ids = set()
-    scheduler.skipped_waiting = [
-        SimpleNamespace(
-            request_id=name,
-            num_computed_tokens=256,
-            status=getattr(
-                RequestStatus, "WAITING" if name == "asking" else "WAITING_FOR_REMOTE_KVS"
-            ),
-        )
-        for name in blocks
-    ]
+    scheduler.wait(blocks, asking=["asking"])
+    for block in scheduler.kv_cache_manager.block_pool.blocks:
+        block.block_hash = None  # until all has come
+    waiting = scheduler.kv_holding_waiting
+    if queue == OLDER:
+        del scheduler.kv_holding_waiting
+        scheduler.skipped_waiting = waiting
     assert handle(scheduler, {7, 9}) == set()
     assert scheduler.failed_recving_kv_req_ids == {"failed"}
-    computed = {each.request_id: each.num_computed_tokens for each in scheduler.skipped_waiting}
+    computed = {each.request_id: each.num_computed_tokens for each in waiting}
     assert computed == {"failed": 0, "loading": 256, "asking": 256}
     assert not hasattr(scheduler, "passed")
+    assert not scheduler.evicted
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_who_waits_with_blocks_of_another_s_failed_load_begins_anew(groups):
+    """It has them by their hashes, and was to load what follows."""
+    scheduler = Running(Ours(), {"first": ([1, 2], [5])[:groups]}, groups=groups)
+    scheduler.wait({"sharing": ([1, 3], [6])[:groups], "other": ([4], [7])[:groups]})
+    assert handle(scheduler, {1, 2}) == {"first"}
+    assert scheduler.failed_recving_kv_req_ids == {"sharing"}
+
+
+def test_of_several_groups_all_that_have_a_missing_block_begin_anew_and_nothing_is_found():
+    """Blocks that were computed from it may have left the window, and still have their hashes."""
+    ours = Ours()
+    running = {"first": ([1, 2], [0, 5]), "other": ([3], [6]), "sharing": ([1, 4], [0, 7])}
+    scheduler = Running(ours, running, groups=2)
+    assert handle(scheduler, {1, 2}) == {"first", "sharing"}
+    assert sorted(ours.given_up) == ["first", "sharing"]
+    assert scheduler.evicted == set(range(BLOCKS))
+    assert not hasattr(scheduler, "passed")
+
+
+def test_of_several_groups_nothing_else_is_forgotten_while_the_window_holds_all():
+    """Of a group whose part of the load is not known, all blocks."""
+    running = {"first": ([1, 2, 8], [4, 5, 9], [10, 11]), "other": ([3], [6], [7])}
+    scheduler = Running(Ours(), running, groups=3)
+    assert handle(scheduler, {2, 5}) == {"first"}
+    assert scheduler.evicted == {2, 8, 5, 9, 10, 11}
+
+
+def test_of_one_group_with_a_window_nothing_is_found_either():
+    scheduler = Running(Ours(), {"first": [0, 0, 2, 3]})
+    assert handle(scheduler, {2}) == {"first"}
+    assert scheduler.evicted == set(range(BLOCKS))

@@ -58,6 +58,7 @@ class SpeculativeConfig:
 
 class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None
+    static_forward_context: Any
 
 class CUDAGraphMode(Enum):
     def has_full_cudagraphs(self): ...

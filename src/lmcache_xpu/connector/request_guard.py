@@ -65,8 +65,8 @@ class Promises:
     """The loads that one scheduler has promised to vLLM, until a step describes them to workers.
 
     Args:
-        block_tokens: tokens of a block; None where blocks of several KV cache groups can't be told
-            apart by tokens.
+        block_tokens: tokens of a block of the KV cache group that keeps all of a prompt; None
+            where none does.
 
     Attributes:
         broken: IDs of requests of which LMCache is shown nothing.
@@ -87,7 +87,7 @@ class Promises:
         self._promised[request_id] = kept, waits
 
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
-        """Record the IDs of all blocks of a request, which loads so many tokens, 0 for none."""
+        """Record the IDs of that group's blocks of a request, which loads so many tokens or 0."""
         kept, waits = self._promised.pop(request_id, (0, False))
         if tokens:
             size = self._block_tokens

@@ -57,7 +57,9 @@ class SchedulerHalf:
         sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self.policy = LoadPolicy(TUNING)
-        self.promises = Promises(sizes.block_tokens[0] if len(groups) == 1 else None)
+        # Its blocks are freed with their request alone: they tell which requests a load was for.
+        self._whole = next((group for group in groups if group.window is None), None)
+        self.promises = Promises(None if self._whole is None else self._whole.block_tokens)
         self._config = config
         self._client = client
         self._sizes = sizes
@@ -80,12 +82,14 @@ class SchedulerHalf:
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
         # Of several ranks the others would store what came of a load that failed on one. Where vLLM
-        # zeroes blocks it may do so after a load has begun. And of several groups' blocks it can't
-        # be told that they were left unfilled.
+        # zeroes blocks, as of states, it may do so after a load has begun; and no layer with a
+        # state waits for it.
         may_load_in_steps = (
             config.parallel_config.world_size == 1
             and not kv_cache_config.needs_kv_cache_zeroing
-            and len(kv_cache_config.kv_cache_groups) == len(groups) == 1
+            and len(kv_cache_config.kv_cache_groups) == len(groups)
+            and self._whole is not None
+            and not any(group.recurrent for group in groups)
         )
         self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
 
@@ -161,7 +165,8 @@ class SchedulerHalf:
         """Take all blocks of a request: it is in the next step, or waits to have tokens loaded."""
         name = request.request_id
         ids = blocks.get_block_ids()
-        self.promises.allocated(name, ids[0] if ids else (), tokens)
+        whole = ids[self._whole.number] if ids and self._whole is not None else ()
+        self.promises.allocated(name, whole, tokens)
         if name in self.promises.broken:
             return
         tracked = self._requests[name]
@@ -222,11 +227,10 @@ class SchedulerHalf:
             (inside if self._requests[name].in_step else waiting)[name] = load
         stores = list(self._stores_of(output))
         sources = {}
-        if self.policy.loads != "async":
-            size = self._sizes.block_tokens[0]
+        if self.policy.loads != "async" and (whole := self._whole) is not None:
             for store in stores:
-                blocks = self._requests[store.request_id].blocks[0]
-                sources[store.request_id] = blocks[: store.end // size]
+                blocks = self._requests[store.request_id].blocks[whole.number]
+                sources[store.request_id] = blocks[: store.end // whole.block_tokens]
         number, computed_hits = self.policy.begin_step(output, inside, waiting)
         step = Step(
             written_blocks(output, self._sizes.block_tokens, self._loads.values()),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Step", "WorkerReport", "may_run_as_one_graph", "written_blocks"]
+__all__ = ["Step", "WorkerReport", "awaiting_layers", "may_run_as_one_graph", "written_blocks"]
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
@@ -115,6 +115,18 @@ def written_blocks(
             written.update(ids[computed // tokens if tokens else 0 :])
     written.discard(NULL_BLOCK)
     return frozenset(written)
+
+
+def awaiting_layers(config: VllmConfig) -> list[str]:
+    """Return the names of the layers in which vLLM calls connectors, in the order of the engine.
+
+    An indexer of sparse attention has a KV cache too, but reads it without a call.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    # vLLM adds a layer when it makes it, and makes layers in the order in which it computes them.
+    layers = config.compilation_config.static_forward_context
+    return [name for name, each in layers.items() if isinstance(each, (Attention, MLAAttention))]
 
 
 def may_run_as_one_graph(config: VllmConfig, context: Any, arguments: dict[str, Any]) -> bool:

@@ -20,12 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.connector.request_guard import Unserved
-from lmcache_xpu.connector.step import Step, WorkerReport, may_run_as_one_graph
+from lmcache_xpu.connector.step import Step, WorkerReport, awaiting_layers, may_run_as_one_graph
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import register_host
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class WorkerHalf:
         ]
         timeout_s = float(self._options.get(TIMEOUT, 1.0))
         draft_layers = calculate_draft_layers(self._config)
-        self.transfers = Transfers(self._client, copies, timeout_s, draft_layers)
+        layers = awaiting_layers(self._config)
+        self.transfers = Transfers(self._client, copies, timeout_s, layers, draft_layers)
         self.in_steps = self.transfers.in_steps
         self.transfers.register()
         if not self._client.answers_lookups(START_S):
@@ -201,6 +203,7 @@ class WorkerHalf:
             block
             for group in self._groups
             for block in load.blocks[group.number][load.kept // group.block_tokens :]
+            if block != NULL_BLOCK
         )
 
     # What vLLM and the scheduler's half ask for

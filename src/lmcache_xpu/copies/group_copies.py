@@ -7,18 +7,18 @@ size alone.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
-from lmcache_xpu.copies.load_pipelines import LoadPipeline
+from lmcache_xpu.copies.load_pipelines import LayerCopy
 from lmcache_xpu.errors import LayoutError
-from lmcache_xpu.metrics import Flow
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, CacheGroup
 from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
@@ -33,6 +33,7 @@ __all__ = ["GroupCopies"]
 class _Part:
     """Layers of a group whose blocks are alike, and where they lie in an object."""
 
+    names: tuple[str, ...]  # of the layers; a layer of several pages is there as often
     stager: Stager
     form: HostFormat
     start: int
@@ -50,7 +51,6 @@ class GroupCopies:
 
     Attributes:
         window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
-        pages_per_layer: layers of the only part for each of the engine's; None of several parts.
 
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
@@ -78,23 +78,24 @@ class GroupCopies:
         self.window_chunks = group.window_chunks(chunk_tokens)
         self._chunk_blocks = chunk_tokens // group.block_tokens
         self._chunk_tokens = chunk_tokens
-        pages = [page for name in group.layers for page in pages_of(kv_caches[name], blocks)]
+        pages = [
+            (name, page) for name in group.layers for page in pages_of(kv_caches[name], blocks)
+        ]
         self.parts: list[_Part] = []
         start = 0
         for (size, _), alike in itertools.groupby(
-            pages, key=lambda page: (page.shape, page.stride())
+            pages, key=lambda named: (named[1].shape, named[1].stride())
         ):
-            view = PagedView.of_pages(list(alike), group.block_tokens)
+            names, of_part = zip(*alike, strict=True)
+            view = PagedView.of_pages(of_part, group.block_tokens)
             with torch.inference_mode(False):  # what is kept may be written from either mode
                 stager = Stager(view, staging_bytes, register=register)
             nbytes = view.layers * self._chunk_blocks * size[1]
             form = HostFormat(view.layers, view.planes, "layers")
-            self.parts.append(_Part(stager, form, start, nbytes))
+            self.parts.append(_Part(names, stager, form, start, nbytes))
             start += nbytes
         self.object_bytes = start + SEAL_BYTES
         self.device = self.parts[0].stager.device
-        are_alike = len(self.parts) == 1
-        self.pages_per_layer = len(pages) // len(group.layers) if are_alike else None
         words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
         self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
 
@@ -128,15 +129,26 @@ class GroupCopies:
         self,
         chunks: Sequence[list[int]],
         objects: Sequence[torch.Tensor],
-        starts: Callable[[int, int], list[int]],
-        flow: Flow,
-    ) -> list[LoadPipeline]:
-        """Return a load, as `load`, that comes in the order of the layers; enqueues nothing.
+        places: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> Iterator[LayerCopy]:
+        """Yield a load, as `load`, by layer groups; enqueues nothing.
 
-        Its parts count layers as `pages_per_layer` says. Of so many layers, with so many bytes
-        each, `starts` returns the first layer of each layer group.
+        Args:
+            places: of the layers of each part, among all layers of the engine.
+            starts: first layer of each layer group, of all layers of the engine.
         """
-        return [LoadPipeline(*part, flow) for part in self._plans(chunks, objects, starts)]
+        cuts = []
+        for of_part in places:
+            groups = [bisect.bisect_right(starts, place) for place in of_part]
+            changes = itertools.pairwise([-1, *groups])
+            cuts.append([at for at, (last, group) in enumerate(changes) if last != group])
+        for (stager, plan, memory), of_part in zip(
+            self._plans(chunks, objects, cuts), places, strict=True
+        ):
+            for group in plan.groups:
+                first = min(of_part[group.layers.start : group.layers.stop])
+                yield LayerCopy(first, stager, group, memory)
 
     def forget(self, pool: torch.Tensor) -> None:
         """Forget memory of the server that is about to go."""
@@ -147,7 +159,7 @@ class GroupCopies:
         self,
         chunks: Sequence[list[int]],
         objects: Sequence[torch.Tensor],
-        starts: Callable[[int, int], list[int]] = lambda layers, layer_bytes: [0],
+        starts: Iterable[Sequence[int]] = itertools.repeat([0]),
     ) -> Iterator[tuple[Stager, Plan, HostMemory]]:
         """Yield the plan of each part: a row is a block, and null blocks are left out."""
         size = self._chunk_blocks
@@ -156,10 +168,8 @@ class GroupCopies:
         numbers = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
             numbers[numbers == NULL_BLOCK] = -1
-        for part in self.parts:
+        for part, first in zip(self.parts, starts, strict=False):
             # Not shared: each part uploads its rows in its own stream, which no other waits for.
             rows = RequestRows(part.stager.view, numbers, spans)
-            layers, end = part.form.layers, part.start + part.nbytes
-            first = starts(layers, len(chunks) * part.nbytes // layers)
-            memory = HostMemory([obj[part.start : end] for obj in objects])
+            memory = HostMemory([obj[part.start : part.start + part.nbytes] for obj in objects])
             yield part.stager, part.stager.plan(part.form, rows, first), memory

@@ -9,40 +9,55 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event
-from lmcache_xpu.transfer.plan import HostMemory, Plan
+from lmcache_xpu.transfer.plan import HostMemory, LayerGroup
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["LoadPipeline", "group_starts"]
+__all__ = ["LayerCopy", "LoadPipeline", "group_starts"]
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
+class LayerCopy(NamedTuple):
+    """A layer group of a load, whose layers are alike and have the same blocks.
+
+    Args:
+        layer: the first of its layers, in the engine's order.
+    """
+
+    layer: int
+    stager: Stager
+    group: LayerGroup
+    memory: HostMemory
+
+
 class LoadPipeline:
-    """A load by layer groups, in the order of the layers.
+    """A load by layer groups, in the order of the engine's layers.
 
     An error is counted and logged, and ends the load, not the engine's step.
 
     Args:
-        plan: the layer groups, of the stager's view and `memory`.
+        groups: the layer groups, of all KV cache groups, in any order.
 
     Attributes:
         starts: first layer of each group.
         done: events by group, of those that were enqueued.
         failed_behind: of a load that failed, what is done when all that it enqueued is.
+        stagers: of the groups.
     """
 
-    def __init__(self, stager: Stager, plan: Plan, memory: HostMemory, flow: Flow) -> None:
-        self.stager = stager
-        self.starts = [group.layers.start for group in plan.groups]
+    def __init__(self, groups: Iterable[LayerCopy], flow: Flow) -> None:
+        self._groups = sorted(groups, key=lambda copy: copy.layer)
+        self.starts = [copy.layer for copy in self._groups]
+        self.stagers = list(dict.fromkeys(copy.stager for copy in self._groups))
         self.done: list[Event] = []
-        self.failed_behind: Event | None = None
+        self.failed_behind: tuple[Event, ...] | None = None
         self._flow = flow
-        self._groups = plan.groups
-        self._memory = memory
         self._arrived = 0  # groups
         self._waited = 0  # groups
         self._head_start = 0  # groups that were enqueued before the step
@@ -50,8 +65,13 @@ class LoadPipeline:
     @property
     def is_done(self) -> bool:
         """Whether nothing that was enqueued is on its way any more."""
-        last = self.failed_behind or next(reversed(self.done), None)
-        return last is None or last.reached()
+        last = self.failed_behind
+        return all(event.reached() for event in (self._last(0) if last is None else last))
+
+    def _last(self, first: int, end: int | None = None) -> Iterable[Event]:
+        """Return the last events of some enqueued groups, one for each stager: it keeps order."""
+        pairs = zip(self._groups[first:end], self.done[first:end], strict=False)
+        return {copy.stager: done for copy, done in pairs}.values()
 
     def bytes_under_way(self) -> int:
         """Return the bytes of enqueued groups that have not arrived; 0 of a load that failed."""
@@ -60,7 +80,7 @@ class LoadPipeline:
         # In order: a group that has arrived is not looked at again.
         while self._arrived < len(self.done) and self.done[self._arrived].reached():
             self._arrived += 1
-        return sum(group.nbytes for group in self._groups[self._arrived : len(self.done)])
+        return sum(copy.group.nbytes for copy in self._groups[self._arrived : len(self.done)])
 
     def enqueue(self, groups: int, *, early: bool = False) -> int:
         """Enqueue the first groups, unless they were; return the bytes of those that were not.
@@ -70,16 +90,17 @@ class LoadPipeline:
         """
         begun = len(self.done)
         try:
-            for group in self._groups[begun:groups]:
+            for _, stager, group, memory in self._groups[begun:groups]:
                 if self.failed_behind is not None:
                     break
-                if early and not self.stager.needs_no_copies(group.pieces, self._memory):
+                if early and not stager.needs_no_copies(group.pieces, memory):
                     break
                 # What the engine computes in this step waits for the first group.
                 idle = early or not self.done
-                self.done.append(self.stager.load(group.pieces, self._memory, idle=idle))
+                self.done.append(stager.load(group.pieces, memory, idle=idle))
         except Exception as error:
-            self.failed_behind = self.stager.fence()  # a part of a group may be on its way
+            # A part of a group may be on its way.
+            self.failed_behind = tuple(stager.fence() for stager in self.stagers)
             self._flow.failed(type(error).__name__)
             logger.exception(
                 "A load failed and is computed instead: %s (docs: troubleshooting#transfer-failed)",
@@ -87,14 +108,15 @@ class LoadPipeline:
             )
         if early:
             self._head_start = len(self.done)
-        return sum(group.nbytes for group in self._groups[begun : len(self.done)])
+        return sum(copy.group.nbytes for copy in self._groups[begun : len(self.done)])
 
     def before_layer(self, layer: int) -> None:
         """Let the current stream wait for a layer."""
         groups = bisect.bisect_right(self.starts, layer)
         self.enqueue(groups)
         if self.failed_behind is None and groups > self._waited:
-            self.done[groups - 1].wait()
+            for done in self._last(self._waited, groups):
+                done.wait()
             self._waited = groups
 
     def after_layer(self, layer: int) -> int:
@@ -111,17 +133,16 @@ class LoadPipeline:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
         for last in self.starts[-1:]:
             self.before_layer(last)
-        if self.failed_behind is not None:
-            self.failed_behind.wait()
+        for done in self.failed_behind or ():
+            done.wait()
 
-    def end(self, layers: int | None) -> bool:
-        """Do as `before_all`; whether the engine had come to the first layers, or to all of them.
+    def end(self, layers: int) -> bool:
+        """Do as `before_all`; whether the engine had come to so many layers, from the first one on.
 
         It may end a step before its drafter has run, so a drafter's layers are waited for here. Nor
         would it do harm if that were too late: the model checks what a drafter proposes.
         """
-        groups = len(self.starts) if layers is None else bisect.bisect_left(self.starts, layers)
-        is_in_time = self._waited >= groups
+        is_in_time = self._waited >= bisect.bisect_left(self.starts, layers)
         self.before_all()
         return is_in_time and self.failed_behind is None
 

@@ -17,11 +17,11 @@ came of a load, and what `take` returned waits when it is looked at.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import Seals
 from lmcache_xpu.cache.server import Question
 from lmcache_xpu.copies.group_copies import GroupCopies
-from lmcache_xpu.copies.load_pipelines import LoadPipeline, group_starts
+from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
@@ -51,18 +51,21 @@ POLL_S = 5e-4
 @dataclass(slots=True, eq=False)
 class _Load:
     request_id: str
-    chunks: list[list[int]]
+    chunks: list[list[list[int]]]  # by KV cache group
     outcome: Outcome
     asked: Question
     seals: Seals | None  # that its chunks should have
-    located: Located | None = None
-    parts: list[LoadPipeline] = field(default_factory=list)
+    located: Located = field(init=False)  # as the next, once its first layers are enqueued
+    pipeline: LoadPipeline = field(init=False)
 
 
 class StepLoads:
-    """The loads of the steps of a worker with one KV cache group. Called by the engine's thread.
+    """The loads of the steps of a worker. Called by the engine's thread.
 
     Args:
+        groups: of the KV cache, with all layers that are loaded.
+        layers: names of the layers that `before_layer` is called for, in the order of the engine.
+            Where others are loaded, a step waits for all of its loads first.
         draft_layers: so many layers at the end are a drafter's.
         flow: counts failures.
         failed: is called with a request whose load failed, and why.
@@ -71,21 +74,32 @@ class StepLoads:
     def __init__(
         self,
         moves: Moves,
-        copies: GroupCopies,
+        groups: Sequence[GroupCopies],
+        layers: Iterable[str],
         draft_layers: int,
         flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
         self._moves = moves
-        self._copies = copies
+        self._groups = groups
         self._flow = flow
         self._failed = failed
-        layers, pages = copies.group.layers, copies.pages_per_layer
-        self._last_pages = {
-            name: (number + 1) * pages - 1 for number, name in enumerate(layers) if pages
-        }
-        self._model_pages = (len(layers) - draft_layers) * pages if pages else None
+        # A layer of several pages counts as so many, each as large as another's only one.
+        pages = Counter(name for copies in groups for part in copies.parts for name in part.names)
+        named = [name for name in layers if name in pages]
+        stored = list(dict.fromkeys([*named, *pages]))
+        self._waits_for_all = len(named) < len(stored)
+        self._last_pages, places, last = dict[str, int](), dict[str, Iterator[int]](), -1
+        for name in stored:
+            places[name] = iter(range(last + 1, last + 1 + pages[name]))
+            self._last_pages[name] = last = last + pages[name]
+        self._pages = last + 1
+        self._model_pages = sum(pages[name] for name in stored[: len(stored) - draft_layers])
+        self._places = [
+            [[next(places[name]) for name in part.names] for part in copies.parts]
+            for copies in groups
+        ]
         self._tokens = 0  # that this step computes
         self._is_ahead = False  # of the call of the worker for this step
         self._is_computing = False  # the engine has come to a layer
@@ -107,8 +121,9 @@ class StepLoads:
 
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, but what vLLM keeps."""
-        chunks = self._copies.chunks(load, loading=True)
-        outcome = self.outcomes.expect(set(itertools.chain(*chunks)) - {NULL_BLOCK})
+        chunks = [copies.chunks(load, loading=True) for copies in self._groups]
+        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
+        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
         loaded("step")
         try:
             asked = self._moves.ask(load)
@@ -132,9 +147,9 @@ class StepLoads:
         self._tokens, self._is_ahead, self._is_computing = tokens, scheduling, False
         with self._moves.enqueueing():
             self._feed()
-            for part in [] if scheduling else self._parts:
-                if not part.done:
-                    part.enqueue(TUNING.first_groups)
+            for pipeline in [] if scheduling else self._pipelines:
+                if not pipeline.done:
+                    pipeline.enqueue(TUNING.first_groups)
         asked, self._asked = self._asked, []
         until = time.monotonic() + SOON_S
         for load in asked:
@@ -152,53 +167,66 @@ class StepLoads:
         asked, self._asked = self._asked, []
         for load in asked:
             self._enqueue(load, max(0.0, until - time.monotonic()))
-        if self._loads and (whole or not self._last_pages):
+        if self._loads and (whole or self._waits_for_all):
             with self._moves.enqueueing():
-                for part in self._parts:
-                    part.before_all()
+                for pipeline in self._pipelines:
+                    pipeline.before_all()
 
     @property
-    def _parts(self) -> list[LoadPipeline]:
-        return [part for load in self._loads for part in load.parts]
+    def _pipelines(self) -> list[LoadPipeline]:
+        return [load.pipeline for load in self._loads]
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
-        starts = functools.partial(
-            group_starts,
-            loaded=load.asked.key.end - load.asked.key.start,
-            computed=self._tokens,
-            early=self._is_ahead,
-        )
         try:
             load.located = self._moves.locate(load.asked, load.seals, at_most_s)
             with self._moves.ending(load.asked):
-                objects = load.located.objects[0]
-                load.parts = self._copies.beside_layers(load.chunks, objects, starts, self._flow)
+                load.pipeline = self._pipeline(load, load.located)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
             return
         self._begin(load)
 
+    def _pipeline(self, load: _Load, located: Located) -> LoadPipeline:
+        objects = located.objects
+        starts = group_starts(
+            self._pages,
+            sum(
+                len(objects[number]) * part.nbytes
+                for number, copies in enumerate(self._groups)
+                for part in copies.parts
+            )
+            // self._pages,
+            loaded=load.asked.key.end - load.asked.key.start,
+            computed=self._tokens,
+            early=self._is_ahead,
+        )
+        copied = list[LayerCopy]()
+        for number, copies in enumerate(self._groups):
+            needed = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
+            places = self._places[number]
+            copied += copies.beside_layers(needed, objects[number], places, starts)
+        return LoadPipeline(copied, self._flow)
+
     def _begin(self, load: _Load) -> None:
         with self._moves.enqueueing():
-            for part in load.parts:
-                part.stager.follow_engine()  # blocks may be of a request whose step still runs
+            for stager in load.pipeline.stagers:
+                stager.follow_engine()  # blocks may be of a request whose step still runs
             self._loads.append(load)
             if self._is_ahead:
                 self._feed()
-                return
-            for part in load.parts:
-                part.enqueue(TUNING.first_groups)
+            else:
+                load.pipeline.enqueue(TUNING.first_groups)
 
     def _feed(self) -> None:
         """Before the step, enqueue so much that the link stays busy, layer group by layer group."""
-        parts = self._parts
-        bytes_ahead = sum(part.bytes_under_way() for part in parts)
-        while parts and bytes_ahead < TUNING.ahead_bytes:
-            part = min(parts, key=lambda part: len(part.done))
-            nbytes = part.enqueue(len(part.done) + 1, early=True)
+        pipelines = self._pipelines
+        bytes_ahead = sum(pipeline.bytes_under_way() for pipeline in pipelines)
+        while pipelines and bytes_ahead < TUNING.ahead_bytes:
+            pipeline = min(pipelines, key=lambda pipeline: len(pipeline.done))
+            nbytes = pipeline.enqueue(len(pipeline.done) + 1, early=True)
             bytes_ahead += nbytes
             if not nbytes:
-                parts.remove(part)
+                pipelines.remove(pipeline)
 
     # The step's layers, and its end
 
@@ -208,10 +236,10 @@ class StepLoads:
             with self._moves.enqueueing():
                 if not self._is_computing:
                     self._is_computing = True
-                    for part in self._parts[:1]:
+                    for part in itertools.chain(*(copies.parts for copies in self._groups)):
                         part.stager.let_engine_copy()
-                for part in self._parts:
-                    part.before_layer(page)
+                for pipeline in self._pipelines:
+                    pipeline.before_layer(page)
 
     def after_layer(self, name: str) -> None:
         """Enqueue what comes after a layer that the engine has enqueued.
@@ -220,11 +248,11 @@ class StepLoads:
         """
         if self._loads and (page := self._last_pages.get(name)) is not None:
             with self._moves.enqueueing():
-                parts = sorted(self._parts, key=lambda part: len(part.done))
-                bytes_ahead = sum(part.bytes_under_way() for part in parts)
-                for part in parts:
+                pipelines = sorted(self._pipelines, key=lambda pipeline: len(pipeline.done))
+                bytes_ahead = sum(pipeline.bytes_under_way() for pipeline in pipelines)
+                for pipeline in pipelines:
                     if bytes_ahead < TUNING.ahead_bytes:
-                        bytes_ahead += part.after_layer(page)
+                        bytes_ahead += pipeline.after_layer(page)
 
     def end(self) -> None:
         """End this step's loads: what follows in the engine's stream waits for them."""
@@ -237,18 +265,17 @@ class StepLoads:
             return
         loads, self._loads = self._loads, []
         with self._moves.enqueueing():
-            ends = [[part.end(self._model_pages) for part in load.parts] for load in loads]
-        for load, in_time in zip(loads, ends, strict=True):
-            is_missed = not all(in_time)
-            if is_missed and all(part.failed_behind is None for part in load.parts):
+            ends = [load.pipeline.end(self._model_pages) for load in loads]
+        for load, is_in_time in zip(loads, ends, strict=True):
+            if not is_in_time and load.pipeline.failed_behind is None:
                 logger.error(
                     "vLLM computed without waiting for the KV cache of a request; "
                     "it is recomputed (docs: troubleshooting#load-not-awaited)"
                 )
-            if all(part.is_done for part in load.parts):
-                self._decide(load, is_missed)
+            if load.pipeline.is_done:
+                self._decide(load, not is_in_time)
             else:
-                self._thread.submit(self._decide, load, is_missed)
+                self._thread.submit(self._decide, load, not is_in_time)
 
     def take(self) -> Collection[int]:
         """Return the blocks that loads left unfilled since the last call; see `Outcomes.take`."""
@@ -262,10 +289,9 @@ class StepLoads:
 
     def _decide(self, load: _Load, is_missed: bool) -> None:
         """Say whether a load has filled its blocks, once its copies are done; by any thread."""
-        assert load.located is not None
         try:
             # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not all(part.is_done for part in load.parts):
+            while not load.pipeline.is_done:
                 time.sleep(POLL_S)
             if is_missed:
                 self._moves.end_load(load.asked)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 
 from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayload
@@ -40,10 +40,11 @@ class Transfers:
 
     Args:
         timeout_s: that the server has for an answer.
+        layers: names of the layers that the engine stops at, in its order; see `StepLoads`.
         draft_layers: so many layers at the end are a drafter's.
 
     Attributes:
-        in_steps: loads inside steps, which a group alone has.
+        in_steps: loads inside steps.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Transfers:
         client: Cache,
         groups: Sequence[GroupCopies],
         timeout_s: float,
+        layers: Iterable[str],
         draft_layers: int = 0,
     ) -> None:
         self.groups = groups
@@ -66,7 +68,7 @@ class Transfers:
         self._unfilled: set[int] = set()
         self._registered = False
         flow = client.load_flow
-        self.in_steps = StepLoads(self._moves, groups[0], draft_layers, flow, load_failed)
+        self.in_steps = StepLoads(self._moves, groups, layers, draft_layers, flow, load_failed)
 
     def take_speed(self) -> float | None:
         """Return the tokens per second of loads beside steps since the last call, if any ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -96,6 +96,15 @@ def preempt(scheduler: Any, request: Request, timestamp: float, in_this_step: in
     scheduler._preempt_request(request, timestamp)
     request.async_tokens_to_discard = int(answers)
     request.num_output_placeholders = 0
+
+
+def waiting_for_loads(scheduler: Any) -> Iterable[Request]:
+    """Return requests among which are all that wait for loads; in a queue of theirs since 0.31."""
+    if hasattr(scheduler, "kv_holding_waiting"):
+        queue: Iterable[Request] = scheduler.kv_holding_waiting
+    else:
+        queue = scheduler.skipped_waiting
+    return queue
 
 
 def scheduler_class(config: VllmConfig) -> Any:

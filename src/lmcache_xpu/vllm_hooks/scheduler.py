@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.versions import vllm
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def beginning_anew(original: Handler) -> Handler:
 
     It passes to the original what does not concern it: other connectors alone, the policy `fail`,
     and blocks of loads that requests wait for, but of several KV cache groups. There the original
-    of vLLM before 0.30 ends the engine, and newer vLLM is told of requests, not of blocks.
+    ends the engine.
     """
 
     @functools.wraps(original)
@@ -67,14 +68,14 @@ def beginning_anew(original: Handler) -> Handler:
         connectors = list(_connectors_of(scheduler.connector))
         if not (connectors and scheduler.recompute_kv_load_failures):
             return original(scheduler, invalid, scheduled)
-        if len(scheduler.kv_cache_config.kv_cache_groups) > 1:
-            _fail_waiting(scheduler, invalid)
-            return set()
+        invalid = set(invalid)  # which waits for the device, once
+        several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
         again, stale = _preempt(scheduler, invalid, scheduled)
         for connector in connectors:
             for request_id in again:
                 connector.give_up_hits(request_id)
-        if rest := invalid - stale:
+        _fail_waiting(scheduler, invalid if several else invalid & stale)
+        if (rest := invalid - stale) and not several:
             return again | original(scheduler, rest, scheduled)
         return again
 
@@ -90,13 +91,14 @@ def _connectors_of(connector: Any) -> Iterator[Any]:
 
 
 def _fail_waiting(scheduler: Any, invalid: set[int]) -> None:
-    """Let waiting requests begin anew whose loads left some of these blocks unfilled.
+    """Let requests begin anew that wait for their loads and have one of these blocks.
 
-    vLLM frees all blocks of a failed request that has no token computed, and looks it up again.
+    Their loads left it unfilled, or another request's from which they took it. vLLM frees all
+    blocks of a failed request that has no token computed, and looks it up again.
     """
     from vllm.v1.request import RequestStatus
 
-    for request in scheduler.skipped_waiting:
+    for request in vllm.waiting_for_loads(scheduler):
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
             if not invalid.isdisjoint(itertools.chain(*groups)):
@@ -115,16 +117,20 @@ def _preempt(
     """
     stale: set[int] = set()
     again = []
+    has_gone = False  # some of a request's blocks, behind its window
     for request in scheduler.running:
-        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        first = next((at for at, block in enumerate(blocks) if block in invalid), None)
-        if first is not None:
+        groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if invalid.isdisjoint(itertools.chain(*groups)):
+            continue
+        again.append(request)
+        for blocks in groups:
+            has_gone |= NULL_BLOCK in blocks
+            first = next((at for at, block in enumerate(blocks) if block in invalid), 0)
             stale.update(blocks[first:])
-            again.append(request)
     pool = scheduler.kv_cache_manager.block_pool
-    if any(pool.blocks[block].block_hash is not None for block in invalid - stale):
-        # The request has ended or was preempted meanwhile. Which blocks it computed from these is
-        # not known any more.
+    if has_gone or any(pool.blocks[block].block_hash is not None for block in invalid - stale):
+        # Or the request has ended or was preempted meanwhile. Which blocks it computed from these
+        # is not known any more.
         stale.update(range(len(pool.blocks)))
     scheduler.kv_cache_manager.evict_blocks(stale)
     now = time.monotonic()

@@ -10,4 +10,7 @@ class Scheduler:
     kv_cache_manager: Any
     prev_step_scheduled_req_ids: Any
     requests: Any
+    skipped_waiting: Any
+    kv_holding_waiting: Any
+    failed_recving_kv_req_ids: Any
     block_size: Any
