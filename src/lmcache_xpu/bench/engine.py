@@ -101,7 +101,7 @@ class Engine:
         self._engine.abort_request([name])
 
     def request(self, name: str) -> Any:
-        """Return vLLM's request of a name, which vLLM may add to; None before and after its life."""
+        """Return vLLM's request of a name, which vLLM may add to; None once it has ended."""
         requests = self.scheduler.requests
         return next((r for key, r in requests.items() if key.partition("-")[0] == name), None)
 
@@ -151,10 +151,10 @@ class Engine:
         wanted = []
         for number, size in enumerate(block_tokens(config)):
             whole = ids[number][: tokens // size] if size else []
-            places = {p: b for p, b in enumerate(whole) if b and (number, p) not in seen}
-            if places:
+            held = {at: b for at, b in enumerate(whole) if b and (number, at) not in seen}
+            if held:
                 layers = config.kv_cache_groups[number].layer_names
-                wanted.append((number, list(places), layers, list(places.values())))
+                wanted.append((number, list(held), layers, list(held.values())))
         args = ([each[2:] for each in wanted], config.num_blocks)
         ranks = self._llm.collective_rpc(_group_digests, args=args) if wanted else []
         blocks: Blocks = {}
@@ -163,12 +163,15 @@ class Engine:
             blocks |= {(number, place): row for place, row in zip(places, columns, strict=True)}
         return blocks
 
-
     def layers(self) -> list[list[str]]:
         """Return, by KV cache group, the layers that the digests of `blocks` are of, in order."""
-        groups = [list(group.layer_names) for group in self.scheduler.kv_cache_config.kv_cache_groups]
+        groups = [
+            list(group.layer_names) for group in self.scheduler.kv_cache_config.kv_cache_groups
+        ]
         ranks = self._llm.collective_rpc(_layers, args=(groups,))
-        return [list(itertools.chain.from_iterable(of_group)) for of_group in zip(*ranks, strict=True)]
+        return [
+            list(itertools.chain.from_iterable(of_group)) for of_group in zip(*ranks, strict=True)
+        ]
 
 
 def _zero(worker: Any) -> None:
@@ -215,12 +218,14 @@ def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
 def _rows(cache: torch.Tensor, ids: Sequence[int], count: int) -> torch.Tensor:
     """Return a number per block; one of vLLM's blocks may be several of a kernel's."""
     dimension = next(d for d, size in enumerate(cache.shape) if size and size % count == 0)
-    blocks = cache.movedim(dimension, 0).unflatten(0, (count, -1))
+    moved = cache.movedim(dimension, 0)
+    blocks = moved.reshape(count, -1, *moved.shape[1:])
     words = blocks[torch.tensor(ids, device=cache.device)].contiguous()
     words = words.view(len(ids), -1).view(torch.int16).long()
     places = torch.arange(words.shape[1], device=cache.device)
     weights = (places * 2654435761 + 40503) | 1
-    return (words * weights).sum(dim=1).cpu()
+    digests: torch.Tensor = (words * weights).sum(dim=1).cpu()
+    return digests
 
 
 def synchronize(devices: int | None = None) -> None:

@@ -26,6 +26,8 @@ CONFIG = "vLLM's own --kv-transfer-config (default: this package's connector, by
 DISK = """Directory that holds what is stored: the engine is restarted, and a byte of each file is
 flipped. Of this package's connector it becomes the disk tier. Name an empty one."""
 RESTART = "Ask a second engine for what the first one stored; --disk does so too."
+ACQUIT = """Ask the same prompts without any cache, with vLLM's own, and with the connector: which
+of them is the first that differs? For garbage in answers; about a minute."""
 EXTRA = "Arguments of vLLM, behind --."
 # Settings that the environment does not name: steps shorter than the prompts, a small KV cache.
 SETTINGS: dict[str, Any] = {
@@ -35,7 +37,10 @@ SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
     "log_level": "warning",
 }
-SIZES = {"cpu": {"kv_cache_gib": 0.0625, "cpu_gib": 0.5}, "gpu": {"kv_cache_gib": 1, "cpu_gib": 4}}
+SIZES: dict[bool, dict[str, Any]] = {
+    True: {"kv_cache_gib": 0.02, "cpu_gib": 0.5},
+    False: {"kv_cache_gib": 1, "cpu_gib": 4},
+}
 
 
 def verify(
@@ -45,6 +50,7 @@ def verify(
     extra_args: Annotated[list[str] | None, typer.Argument(help=EXTRA)] = None,
     kv_transfer_config: Annotated[str | None, typer.Option(help=CONFIG)] = None,
     disk: Annotated[Path | None, typer.Option(help=DISK)] = None,
+    is_acquittal: Annotated[bool, typer.Option("--acquit", help=ACQUIT)] = False,
     restart: Annotated[bool, typer.Option("--restart", help=RESTART)] = False,
     timeout_s: TimeoutS = 900,
     json_file: JsonFile = None,
@@ -58,7 +64,7 @@ def verify(
     from lmcache_xpu.bench.runner import machine
     from lmcache_xpu.harness.random_model import EXACT, make_model
     from lmcache_xpu.launch.preflight import check_file
-    from lmcache_xpu.verify.judge import verify as judge
+    from lmcache_xpu.verify import judge
 
     if json_file is not None:
         check_file(json_file, "--json")
@@ -71,9 +77,13 @@ def verify(
         if model is None:
             model = str(make_model(EXACT, Path(directory)))
         start = starter(model, config, disk, extra_args or [], timeout_s, console)
-        results = judge(start, restart=restart or disk is not None, disk=disk)
+        if is_acquittal:
+            results = judge.acquit(start)
+        else:
+            results = judge.verify(start, restart=restart or disk is not None, disk=disk)
     title = "lmcache-xpu, by its settings" if config is None else config["kv_connector"]
-    code = show(results, console, title)
+    show(results, console, title)
+    code = acquittal(results, console) if is_acquittal else conclusion(results, console)
     if json_file is not None:
         page = {
             "connector": title,
@@ -93,37 +103,43 @@ def starter(
     timeout_s: float,
     console: Console,
 ) -> Callable[[str], Child]:
-    """Return what starts engines with the connector, and without one (`plain`)."""
+    """Return what starts engines: with the connector, without (`plain`), with no cache (`bare`)."""
     from lmcache_xpu.bench.runner import Child
     from lmcache_xpu.bench.variants import Variant
+    from lmcache_xpu.launch.model_support import check_layers, with_layers
     from lmcache_xpu.launch.serve import built_for
+    from lmcache_xpu.launch.settings import Settings
 
-    device = built_for()
-    values = SETTINGS | SIZES["cpu" if device == "cpu" else "gpu"]
+    device: str = built_for()
+    values = SETTINGS | SIZES[device == "cpu"]
     if disk is not None and config is None:
         values |= {"disk_path": str(disk), "disk_gib": 1}
     values = {k: v for k, v in values.items() if ENV_PREFIX + k.upper() not in os.environ}
     words = [*extra_args, "--skip-tokenizer-init"]
     values |= {"model": model, "device": device, "extra_args": words}
+    if config is None:  # with what `serve` sets for the model's layers
+        settings = Settings.load(values)
+        if (kinds := check_layers(settings)) is not None:
+            values["chunk_tokens"] = with_layers(settings, kinds).chunk_tokens
 
     def start(name: str) -> Child:
         variables, chosen = {f"{ENV_PREFIX}DEVICES": device}, dict(values)
-        if name == "plain" or config is not None:
+        if name != "connector" or config is not None:
             variables, chosen["offload"] = {f"{ENV_PREFIX}STOCK": "1"}, False
-        if name != "plain" and config is not None:
+        if name == "bare":
+            chosen["prefix_caching"] = False
+        if name == "connector" and config is not None:
             whole = json.dumps({"kv_role": "kv_both", **config})
             chosen["extra_args"] = [*words, "--kv-transfer-config", whole]
-        title = "an engine without a connector" if name == "plain" else "an engine with it"
+        title = "the engine with it" if name == "connector" else "the engine without a connector"
         variant = Variant(name=name, title=title)
         return Child(variant, chosen, variables, timeout_s=timeout_s, console=console)
 
     return start
 
 
-def show(results: list[Result], console: Console, title: str) -> int:
-    """Print the page, and return the exit code."""
-    from lmcache_xpu.verify.judge import Outcome
-
+def show(results: list[Result], console: Console, title: str) -> None:
+    """Print the page."""
     table = Table("case", "tokens", "loaded", "vLLM's own", "blocks compared", "", box=None)
     for result in results:
         cells = (result.tokens, result.hit, result.own, result.compared)
@@ -133,9 +149,17 @@ def show(results: list[Result], console: Console, title: str) -> int:
         if result.different:
             more = f", and {len(result.different) - 1} more" if len(result.different) > 1 else ""
             console.print(f"{result.case}: differs first at {result.different[0]}{more}")
+        for count, words in ((result.preemptions, "preemptions"), (result.failed, "tokens")):
+            if count:
+                after = "" if words == "preemptions" else " promised, and computed: loads failed"
+                console.print(f"{result.case}: {count:,} {words}{after}")
         if result.note:
             console.print(f"{result.case}: {result.note}")
-    if any(result.outcome is Outcome.WRONG for result in results):
+
+
+def conclusion(results: list[Result], console: Console) -> int:
+    """Print what all cases come to, and return the exit code."""
+    if any(result.different for result in results):
         console.print("WRONG: what was loaded, or what came of it, is not what was computed.")
         return 1
     if not any(result.hit for result in results):
@@ -143,6 +167,21 @@ def show(results: list[Result], console: Console, title: str) -> int:
         return 3
     console.print("Exact: every block that was compared, and every answer.")
     return 0
+
+
+def acquittal(results: list[Result], console: Console) -> int:
+    """Print which engine is the first that differs, and return the exit code."""
+    first = next((result.case for result in results if result.different), None)
+    hit = results[-1].hit
+    if first is None:
+        console.print("All agree: what is wrong in an answer is computed so, without any cache.")
+        if not hit:
+            console.print("But NOTHING WAS LOADED, so nothing is proven of the connector.")
+    elif first == results[-1].case:
+        console.print("THE CONNECTOR: engines without it agree with each other.")
+    else:
+        console.print(f"Not the connector: with {first} the same prompt is computed otherwise.")
+    return 1 if first == results[-1].case else 0 if hit else 3
 
 
 def _object(text: str) -> dict[str, Any]:

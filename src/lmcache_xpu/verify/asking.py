@@ -28,6 +28,7 @@ class Asked:
     ends: list[int] = field(default_factory=list)  # where its steps ended, in tokens of the prompt
     blocks: Blocks = field(default_factory=dict)  # of whole blocks of the prompt
     preemptions: int = 0
+    failed: bool = False  # whether promised tokens were computed anew, as after a failed load
 
     @property
     def cached(self) -> int:
@@ -106,6 +107,7 @@ def ask(
     for name, asked in zip(names, all_asked, strict=True):
         asked.external = promises.get(name, 0)
         asked.own = max(0, asked.own - asked.external)
+        asked.failed = asked.external > 0 and any(end < asked.cached for end in asked.ends)
     return all_asked
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CHUNK = 256  # tokens; LMCache's default
 CROWD_OVER, CROWD_MOST = 1.3, 32  # of the engine's KV cache, prompts
+AT_ONCE = 4  # prompts that fit
+LAST = 6  # tokens of a prompt's last block that are left for its answer
 FLUSH_S = 3.0  # files are written behind answers
 
 
@@ -42,6 +44,7 @@ class Pair:
     case: str
     stored: Asked
     asked: Asked
+    alone: bool = True  # else at once with others, whose number changes how results are rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ def cases(known: Facts) -> list[Case]:
         Case("one block in vLLM's own cache", inside, own=1),
         Case("some chunks in vLLM's own cache", inside, own=2 * chunk // block),
         Case("all in vLLM's own cache", inside, kept=True),
+        Case("another question, vLLM's own cache", inside, 2 * chunk + 9, 60, kept=True),
     ]
     most = min(known.longest, known.tokens // 2)
     return [case for case in wanted if max(case.stored, case.shared + case.new) <= most]
@@ -120,31 +124,40 @@ def _hit(engine: Engine, case: Case, ends: Sequence[int]) -> Pair:
 
 
 def crowd(engine: Engine) -> list[Pair]:
-    """Ask some stored prompts at once; then more than fit, with and without aborting some."""
+    """Store prompts at once; ask some, all, which do not fit, and all of which some are aborted.
+
+    Each answer needs one more block than its prompt, which preempts others where none is left.
+    """
     known = facts(engine)
-    length = min(known.longest, max(3 * CHUNK, int(known.tokens * CROWD_OVER) // CROWD_MOST))
-    count = min(CROWD_MOST, int(known.tokens * CROWD_OVER) // length + 1)
-    sizes = [length - number * 13 % known.block for number in range(count)]
-    all_stored = list(_stored(engine, sizes))
-    prompts = [stored.prompt for stored in all_stored]
+    tokens = int(known.tokens * CROWD_OVER)
+    length = min(known.longest - 3 * known.block, max(2 * CHUNK, tokens // CROWD_MOST))
+    sizes = [
+        (length // known.block + number % 3 + 1) * known.block - LAST + number % 3
+        for number in range(tokens // length + 1)
+    ]
+    prompts = [engine.prompt(size) for size in sizes]
+    all_stored: list[Asked] = []
+    for first in range(0, len(prompts), AT_ONCE):
+        clean(engine)
+        all_stored += ask(engine, prompts[first : first + AT_ONCE])
+    third = range(0, len(prompts), 3)
     pairs = []
-    third = range(0, count, 3)
-    for name, number, aborted in (
-        ("several at once", 3, ()),
-        ("more at once than fit", count, ()),
-        ("more than fit, some aborted", count, third),
+    for name, count, aborted in (
+        ("several at once", AT_ONCE, ()),
+        ("more at once than fit", len(prompts), ()),
+        ("more than fit, some aborted", len(prompts), third),
     ):
         clean(engine)
-        answers = ask(engine, prompts[:number], aborted=aborted)
+        answers = ask(engine, prompts[:count], aborted=aborted)
         pairs += [
-            Pair(name, stored, asked)
+            Pair(name, stored, asked, alone=False)
             for stored, asked in zip(all_stored, answers, strict=False)
-            if asked.answer
+            if asked.answer and not stored.preemptions
         ]
-    for number in third:
+    for number in third[:AT_ONCE]:
         clean(engine)
         [asked] = ask(engine, [prompts[number]])
-        pairs.append(Pair("asked again after an abort", all_stored[number], asked))
+        pairs.append(Pair("asked again after an abort", all_stored[number], asked, alone=False))
     return pairs
 
 
@@ -175,10 +188,27 @@ def recompute(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
     return asked
 
 
-def recompute_at_once(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Compute prompts at once; return the answers."""
-    clean(engine)
-    return [asked.answer for asked in ask(engine, prompts)]
+def prompts(engine: Engine) -> list[list[int]]:
+    """Make up prompts that end inside a block."""
+    known = facts(engine)
+    chunk = -(-CHUNK // known.block) * known.block
+    most = min(known.longest, known.tokens // 2)
+    return [engine.prompt(min(most, count * chunk + known.block + 13)) for count in (1, 2, 3)]
+
+
+def twice(engine: Engine, prompts: Sequence[list[int]], *, kept: bool = False) -> list[Pair]:
+    """Ask each prompt twice; in between vLLM's own cache is kept, or not."""
+    pairs = []
+    for prompt in prompts:
+        block = facts(engine).block
+        ends = range(block, len(prompt), block)
+        clean(engine)
+        [stored] = ask(engine, [prompt], ends)
+        if not kept:
+            clean(engine)
+        [asked] = ask(engine, [prompt], ends)
+        pairs.append(Pair("", stored, asked))
+    return pairs
 
 
 def damage(directory: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -18,7 +18,7 @@ from lmcache_xpu.verify.asking import Asked
 from lmcache_xpu.verify.cases import Facts, Pair
 
 RESTARTED = 4  # prompts that are asked after a restart, half of them with damaged files
-NOT_REPEATED = "answers and what was computed are not compared: this engine's change by themselves"
+NOT_REPEATED = "only what was loaded is compared: two engines compute other bytes here, without it"
 
 Start = Callable[[str], Child]  # of "connector", or "plain": an engine without one
 
@@ -40,6 +40,7 @@ class Result:
     hit: int = 0  # of those, tokens that the connector promised
     own: int = 0  # and those that vLLM's own cache had
     compared: int = 0  # blocks, of all groups
+    failed: int = 0  # tokens that were promised, and computed after a load that failed
     preemptions: int = 0
     different: list[str] = field(default_factory=list)  # in words, the first one first
     note: str = ""
@@ -65,33 +66,62 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
     """
     stored: list[Asked] = []
     with start("connector") as child:
-        facts: Facts = _do(child, "start", cases.begin)
-        single = [
-            _do(child, case.name, partial(cases.hit, case=case)) for case in cases.cases(facts)
+        facts: Facts = do(child, "start", cases.begin)
+        pairs: list[Pair] = [
+            do(child, case.name, partial(cases.hit, case=case)) for case in cases.cases(facts)
         ]
-        at_once: list[Pair] = _do(child, "many at once", cases.crowd)
+        pairs += do(child, "many at once", cases.crowd)
         if restart:
-            stored = _do(child, "store", partial(cases.store, count=RESTARTED))
+            stored = do(child, "store", partial(cases.store, count=RESTARTED))
     if stored:
         with start("connector") as child:
-            _do(child, "start again", cases.begin)
+            do(child, "start again", cases.begin)
             for number, name in enumerate(("after a restart", "from files with a flipped byte")):
                 if number and (disk is None or not cases.damage(disk)):
                     break
-                half = stored[number :: len("ab")]
+                half = stored[number::2]
                 job = partial(cases.ask_again, name=name, all_stored=half)
-                single += _do(child, name, job)
+                pairs += do(child, name, job)
     with start("plain") as child:
-        _do(child, "start without the connector", cases.begin)
+        do(child, "start without the connector", cases.begin)
         judge = Judge(facts, child, start)
-        results = [
-            judge.together(name, list(pairs), alone=True)
-            for name, pairs in groupby(single, lambda pair: pair.case)
-        ]
-        return results + [
-            judge.together(name, list(pairs), alone=False)
-            for name, pairs in groupby(at_once, lambda pair: pair.case)
-        ]
+        return [judge.result(name, each) for name, each in groupby(pairs, lambda pair: pair.case)]
+
+
+def acquit(start: Start) -> list[Result]:
+    """Ask the same prompts without any cache, with vLLM's own, and with the connector.
+
+    All of them are asked twice, in the same steps. Returns what differs from the answers and blocks
+    that are computed without any cache. Parameters and errors as those of `verify`.
+    """
+    with start("bare") as child:
+        facts: Facts = do(child, "start without any cache", cases.begin)
+        prompts: list[list[int]] = do(child, "prompts", cases.prompts)
+        computed: list[Pair] = do(child, "asked twice", partial(cases.twice, prompts=prompts))
+    results = [_against("no cache", facts, computed, computed)]
+    for kind, case in (("plain", "vLLM's own cache"), ("connector", "the connector")):
+        with start(kind) as child:
+            others: Facts = do(child, f"start with {case}", cases.begin)
+            job = partial(cases.twice, prompts=prompts, kept=kind == "plain")
+            results.append(_against(case, facts, computed, do(child, "asked twice", job)))
+        if others.block_tokens != facts.block_tokens:
+            results[-1].note = "its blocks have another size: answers alone are compared"
+    return results
+
+
+def _against(case: str, facts: Facts, computed: list[Pair], pairs: list[Pair]) -> Result:
+    result = Result(case)
+    for expected, pair in zip((each.stored for each in computed), pairs, strict=True):
+        asked = pair.asked
+        result.tokens += len(asked.prompt)
+        result.own += asked.own
+        result.hit += asked.external
+        compared, different = differences(facts, expected.blocks, asked.blocks, len(asked.prompt))
+        result.compared += compared
+        result.different += _token(expected.answer, asked.answer) + different
+        if len({*asked.answer}) == 1:
+            result.note = "an answer is one token, again and again"
+    return result
 
 
 class Judge:
@@ -106,52 +136,41 @@ class Judge:
     def __init__(self, facts: Facts, plain: Child, start: Start) -> None:
         self._facts, self._plain, self._start = facts, plain, start
         self._repeats: bool | None = None
-        self._batches: bool | None = None
 
-    def together(self, name: str, pairs: Sequence[Pair], *, alone: bool) -> Result:
-        """Return the result of a case's pairs, which were asked `alone` or at once."""
+    def result(self, name: str, pairs: Iterable[Pair]) -> Result:
+        """Return the result of a case's pairs."""
         result = Result(name)
         for pair in pairs:
             asked = pair.asked
             result.tokens += len(asked.prompt)
-            result.hit += asked.external
             result.own += asked.own
             result.preemptions += asked.preemptions
+            if asked.failed:
+                result.failed += asked.external
+                continue
+            result.hit += asked.external
             tokens = min(asked.cached, _common(pair.stored.prompt, asked.prompt))
-            compared, different = self.blocks(pair.stored.blocks, asked.blocks, tokens)
+            compared, different = differences(self._facts, pair.stored.blocks, asked.blocks, tokens)
             result.compared += compared
             result.different += different
-            if not different:
-                self._computed(pair, result) if alone else self._answers(pairs, pair, result)
+            if pair.alone and not different and asked.cached in (0, *pair.stored.ends):
+                self._computed(pair, result)
         return result
 
     def _computed(self, pair: Pair, result: Result) -> None:
         """Compare all blocks, and the answer, with a fresh computation in the same steps."""
         asked, stored = pair.asked, pair.stored
-        if asked.cached not in (0, *stored.ends):
-            return
         ends = [*(end for end in stored.ends if end <= asked.cached), *asked.ends]
         expected = self._recompute(self._plain, asked.prompt, ends)
-        compared, different = self.blocks(expected.blocks, asked.blocks, len(asked.prompt))
+        compared, different = differences(
+            self._facts, expected.blocks, asked.blocks, len(asked.prompt)
+        )
         different += _token(expected.answer, asked.answer)
         if different and not self._is_repeated(pair):
             result.note = NOT_REPEATED
             return
         result.compared += compared
         result.different += different
-
-    def _answers(self, pairs: Sequence[Pair], pair: Pair, result: Result) -> None:
-        """Compare answers, where the engine has the same ones for prompts alone and at once."""
-        if not (different := _token(pair.stored.answer, pair.asked.answer)):
-            return
-        if self._batches is None:
-            job = partial(cases.recompute_at_once, prompts=[each.asked.prompt for each in pairs])
-            answers = _do(self._plain, "at once, without the connector", job)
-            self._batches = answers == [each.stored.answer for each in pairs]
-        if self._batches:
-            result.different += different
-        else:
-            result.note = NOT_REPEATED
 
     def _is_repeated(self, pair: Pair) -> bool:
         """Whether a fresh computation has the same bytes in two engines without the connector."""
@@ -166,33 +185,29 @@ class Judge:
 
     def _recompute(self, child: Child, prompt: list[int], ends: list[int]) -> Asked:
         job = partial(cases.recompute, prompt=prompt, ends=ends)
-        asked: Asked = _do(child, "computed without the connector", job)
+        asked: Asked = do(child, "computed without the connector", job)
         return asked
 
-    def blocks(self, expected: Blocks, actual: Blocks, tokens: int) -> tuple[int, list[str]]:
-        """Compare the blocks that the first tokens fill; return how many, and which differ."""
-        sizes = self._facts.block_tokens
-        both = [
-            (group, place)
-            for group, place in expected.keys() & actual.keys()
-            if (place + 1) * sizes[group] <= tokens
-        ]
-        both.sort(key=lambda key: (key[1] * sizes[key[0]], key[0]))
-        different = [
-            self._words(key, expected[key], actual[key])
-            for key in both
-            if expected[key] != actual[key]
-        ]
-        return len(both), different
 
-    def _words(self, key: tuple[int, int], expected: list[int], actual: list[int]) -> str:
-        (group, place), size = key, self._facts.block_tokens[key[0]]
-        at = next(i for i, pair in enumerate(zip(expected, actual, strict=True)) if len({*pair}) > 1)
-        layer = self._facts.layers[group][at]
-        return f"block {place} (from token {place * size}), group {group}, layer {layer}"
+def differences(
+    facts: Facts, expected: Blocks, actual: Blocks, tokens: int
+) -> tuple[int, list[str]]:
+    """Compare the blocks that the first tokens fill; return how many, and which differ."""
+    sizes = facts.block_tokens
+    both = sorted(
+        (place * sizes[group], group, place)
+        for group, place in expected.keys() & actual.keys()
+        if (place + 1) * sizes[group] <= tokens
+    )
+    different = []
+    for token, group, place in both:
+        pairs = zip(facts.layers[group], expected[group, place], actual[group, place], strict=True)
+        if layers := [layer for layer, before, after in pairs if before != after]:
+            different.append(f"block {place} (token {token}), group {group}, layer {layers[0]}")
+    return len(both), different
 
 
-def _do(child: Child, words: str, job: Callable[..., Any]) -> Any:
+def do(child: Child, words: str, job: Callable[..., Any]) -> Any:
     """Return a job's answer; EngineError if the engine has none."""
     answer = child.ask(words, job)
     if child.result.error is not None:
