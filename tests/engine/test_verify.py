@@ -13,14 +13,14 @@ import pytest
 from packaging.version import Version
 from rich.console import Console
 from support import tiny_models
-from support.planted_faults import EARLY, FAULTS, STATE, plant
+from support.planted_faults import EARLY, FAULTS, STATE, at_once, plant
 from support.scripts import environment
 
 from lmcache_xpu import versions
 from lmcache_xpu.cli.verify import starter
 from lmcache_xpu.launch.engine_arguments import kv_transfer_config
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.verify.cases import Case, begin, crowd, hit
+from lmcache_xpu.verify.cases import Case, begin, hit
 from lmcache_xpu.verify.judge import Judge, Outcome, Result, do
 
 pytestmark = [
@@ -57,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
                 do(child, "plant", partial(plant, fault=fault))
                 pairs[fault] = [do(child, c.name, partial(hit, case=c)) for c in (SHARED, OWN)]
                 if fault in (EARLY, SOUND[0]):
-                    pairs[fault] += do(child, "at once", crowd)
+                    pairs[fault] += do(child, "at once", at_once)
         with start("plain") as child:
             do(child, "start", begin)
             judge = Judge(facts, child, start)
@@ -81,8 +81,8 @@ def test_a_planted_fault_is_seen(results: dict[str, list[Result]], fault: str):
 
 @pytest.mark.parametrize("name", SOUND)
 def test_there_is_no_false_alarm(results: dict[str, list[Result]], name: str):
-    shared, own, *at_once = results[name]
+    shared, own, *others = results[name]
     assert (shared.outcome, own.outcome) == (Outcome.EXACT, Outcome.NO_HIT)
     assert not shared.note + own.note
     assert own.own
-    assert all(result.outcome is Outcome.EXACT for result in at_once)
+    assert all(result.outcome is Outcome.EXACT for result in others)

@@ -22,7 +22,8 @@ import torch
 
 from lmcache_xpu.connector.connector import LMCacheXPUServerConnector
 from lmcache_xpu.copies.group_copies import GroupCopies
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.verify.asking import ask, clean
+from lmcache_xpu.verify.cases import Pair
 
 EARLY, HALFWAY = "stored early", "stored halfway"
 ROWS, PAGES, STATE = "rows half as wide", "other group's pages", "earlier state"
@@ -45,9 +46,9 @@ class PlantedConnector(LMCacheXPUServerConnector):
         self.layers = list(layers)
         self.before: list[list[torch.Tensor]] = []
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self.before = [[t.clone() for t in layer] for layer in self.layers]
-        super().start_load_kv(forward_context, **kwargs)
+        super().handle_preemptions(kv_connector_metadata)
 
     def wait_for_save(self) -> None:
         step = self._get_connector_metadata()
@@ -74,44 +75,51 @@ class PlantedConnector(LMCacheXPUServerConnector):
 def plant(engine: Any, fault: str) -> None:
     """Plant a fault in this process; any other name plants none."""
     planted[0] = fault
-    if not hasattr(TorchTransfer, "sound_scatter"):
-        _plant_rows()
-        _plant_pages()
+    if not hasattr(GroupCopies, "sound_load"):
+        _plant_loads()
         _plant_state(engine)
 
 
-def _plant_rows() -> None:
-    TorchTransfer.sound_scatter = scatter = TorchTransfer.scatter
+def at_once(engine: Any) -> list[Pair]:
+    """Store prompts at once, and ask each of them alone."""
+    prompts = [engine.prompt(300) for _ in range(3)]
+    clean(engine)
+    pairs = []
+    for stored in ask(engine, prompts):
+        clean(engine)
+        [asked] = ask(engine, [stored.prompt])
+        pairs.append(Pair("stored at once", stored, asked, alone=False))
+    return pairs
 
-    def half_as_wide(self: Any, rows: Any, source: torch.Tensor, first_layer: int = 0) -> None:
-        if planted[0] == ROWS:
-            width, flat = source.shape[-1], source.contiguous().flatten(-2)
-            source = flat.unfold(-1, width, width // 2)[..., : source.shape[-2], :].contiguous()
-        scatter(self, rows, source, first_layer)
 
-    TorchTransfer.scatter = half_as_wide
+def _plant_loads() -> None:
+    GroupCopies.sound_load = load = GroupCopies.load
 
-
-def _plant_pages() -> None:
-    load = GroupCopies.load
-
-    def of_another_group(self: Any, chunks: Any, objects: Any) -> Any:
+    def wrong(self: Any, chunks: Any, objects: Any) -> Any:
         handles = load(self, chunks, objects)
-        if planted[0] == PAGES and not self.group.recurrent:
-            for part in self.parts:
-                for (pages,) in part.stager.view.tensors:
-                    for block in (b for ids in chunks for b in ids if b):
-                        page = pages[block]
-                        halves = page.flatten().view(2, -1)
-                        page.copy_(halves.T.reshape(page.shape))
+        if planted[0] not in (ROWS, PAGES) or self.group.recurrent:
+            return handles
+        for part in self.parts:
+            for (pages,) in part.stager.view.tensors:
+                for block in (b for ids in chunks for b in ids if b):
+                    content = pages[block].flatten()
+                    if planted[0] == ROWS:
+                        rows, width = (
+                            self.group.block_tokens,
+                            len(content) // self.group.block_tokens,
+                        )
+                        content = content.unfold(0, width, width // 2)[:rows]
+                    else:
+                        content = content.view(2, -1).T
+                    pages[block] = content.reshape(pages[block].shape)
         return handles
 
-    GroupCopies.load = of_another_group
+    GroupCopies.load = wrong
 
 
 def _plant_state(engine: Any) -> None:
     manager, config = engine.scheduler.kv_cache_manager, engine.scheduler.kv_cache_config
-    real = manager.get_computed_blocks_for_connector
+    real = manager.get_computed_blocks
     kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
 
     def computed(request: Any) -> Any:
@@ -127,4 +135,4 @@ def _plant_state(engine: Any) -> None:
             blocks = manager.create_kv_cache_blocks(tuple(rows))
         return blocks, tokens, *more
 
-    manager.get_computed_blocks_for_connector = computed
+    manager.get_computed_blocks = computed

@@ -1,4 +1,4 @@
-"""What `verify` makes of what engines gave back; engines are stood for by what they would answer."""
+"""What the judge says of what engines gave back; answers stand for engines."""
 
 from __future__ import annotations
 

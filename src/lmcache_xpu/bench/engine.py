@@ -141,16 +141,25 @@ class Engine:
         assert digests is not None
         return digests
 
-    def blocks(self, name: str, tokens: int, *, seen: Container[tuple[int, int]] = ()) -> Blocks:
+    def blocks(
+        self,
+        name: str,
+        tokens: int,
+        *,
+        seen: Container[tuple[int, int]] = (),
+        states: Container[int] = (),
+    ) -> Blocks:
         """Return digests of the blocks that a request's first tokens fill, in all groups.
 
-        Null blocks are left out, and those at the places that are `seen`.
+        Null blocks are left out, and those at the places that are `seen`. Of the groups `states`
+        the block that the last token is in counts as filled.
         """
         config = self.scheduler.kv_cache_config
         ids = self.scheduler.kv_cache_manager.get_block_ids(self.request(name).request_id)
         wanted = []
         for number, size in enumerate(block_tokens(config)):
-            whole = ids[number][: tokens // size] if size else []
+            last = -(-tokens // size) if number in states else size and tokens // size
+            whole = ids[number][:last]
             held = {at: b for at, b in enumerate(whole) if b and (number, at) not in seen}
             if held:
                 layers = config.kv_cache_groups[number].layer_names
@@ -162,6 +171,11 @@ class Engine:
             columns = torch.cat([rank[at] for rank in ranks]).T.tolist()
             blocks |= {(number, place): row for place, row in zip(places, columns, strict=True)}
         return blocks
+
+    def states(self) -> set[int]:
+        """Return the numbers of the groups whose blocks hold states."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return {n for n, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "MambaSpec"}
 
     def layers(self) -> list[list[str]]:
         """Return, by KV cache group, the layers that the digests of `blocks` are of, in order."""

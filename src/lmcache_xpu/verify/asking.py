@@ -120,7 +120,10 @@ def _look(engine: Engine, name: str, asked: Asked) -> None:
     done = min(request.num_computed_tokens, len(asked.prompt))
     if not asked.ends or done != asked.ends[-1]:
         asked.ends.append(done)
-        asked.blocks |= engine.blocks(name, done, seen=asked.blocks)
+        # A state goes on with the answer: there is one moment at which it is the prompt's.
+        at_end = request.num_computed_tokens == len(asked.prompt)
+        states = engine.states() if at_end else ()
+        asked.blocks |= engine.blocks(name, done, seen=asked.blocks, states=states)
     elif len(asked.answer) == LOOKED_AT:
         asked.blocks |= engine.blocks(name, len(asked.prompt))
 

@@ -116,7 +116,7 @@ def _against(case: str, facts: Facts, computed: list[Pair], pairs: list[Pair]) -
         result.tokens += len(asked.prompt)
         result.own += asked.own
         result.hit += asked.external
-        compared, different = differences(facts, expected.blocks, asked.blocks, len(asked.prompt))
+        compared, different = differences(facts, expected.blocks, asked.blocks)
         result.compared += compared
         result.different += _token(expected.answer, asked.answer) + different
         if len({*asked.answer}) == 1:
@@ -162,9 +162,7 @@ class Judge:
         asked, stored = pair.asked, pair.stored
         ends = [*(end for end in stored.ends if end <= asked.cached), *asked.ends]
         expected = self._recompute(self._plain, asked.prompt, ends)
-        compared, different = differences(
-            self._facts, expected.blocks, asked.blocks, len(asked.prompt)
-        )
+        compared, different = differences(self._facts, expected.blocks, asked.blocks)
         different += _token(expected.answer, asked.answer)
         if different and not self._is_repeated(pair):
             result.note = NOT_REPEATED
@@ -190,14 +188,14 @@ class Judge:
 
 
 def differences(
-    facts: Facts, expected: Blocks, actual: Blocks, tokens: int
+    facts: Facts, expected: Blocks, actual: Blocks, tokens: int | None = None
 ) -> tuple[int, list[str]]:
-    """Compare the blocks that the first tokens fill; return how many, and which differ."""
+    """Compare blocks, or those that the first tokens fill; return how many, and which differ."""
     sizes = facts.block_tokens
     both = sorted(
         (place * sizes[group], group, place)
         for group, place in expected.keys() & actual.keys()
-        if (place + 1) * sizes[group] <= tokens
+        if tokens is None or (place + 1) * sizes[group] <= tokens
     )
     different = []
     for token, group, place in both:

@@ -11,3 +11,5 @@ class Scheduler:
     prev_step_scheduled_req_ids: Any
     requests: Any
     block_size: Any
+    max_num_scheduled_tokens: Any
+    max_model_len: Any
