@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lmcache_xpu.cli.bench import JsonFile, TimeoutS, exit_on_sigterm
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.fields import ENV_PREFIX
+from lmcache_xpu.launch.fields import CPU_BLOCK_TOKENS, ENV_PREFIX
 
 if TYPE_CHECKING:
     from lmcache_xpu.bench.runner import Child
@@ -120,7 +120,8 @@ def starter(
     if config is None:  # with what `serve` sets for the model's layers
         settings = Settings.load(values)
         if (kinds := check_layers(settings)) is not None:
-            values["chunk_tokens"] = with_layers(settings, kinds).chunk_tokens
+            tokens = with_layers(settings, kinds).chunk_tokens
+            values["chunk_tokens"] = max(tokens, CPU_BLOCK_TOKENS if device == "cpu" else 1)
 
     def start(name: str) -> Child:
         variables, chosen = {f"{ENV_PREFIX}DEVICES": device}, dict(values)

@@ -34,7 +34,7 @@ class Case:
     shared: int = 0  # its tokens that the second one begins with; 0 for all
     new: int = 0  # tokens of the second one behind them
     own: int = 0  # blocks of the second one that vLLM's own cache has
-    kept: bool = False  # whether vLLM's own cache is kept: the connector is attached, and not asked
+    kept: bool = False  # whether vLLM's own cache is kept, so that nothing is left to load
 
 
 @dataclass(slots=True)
@@ -76,9 +76,9 @@ def facts(engine: Engine) -> Facts:
     return Facts(sizes, engine.layers(), tokens, engine.scheduler.max_model_len - ANSWER)
 
 
-def cases(known: Facts) -> list[Case]:
+def cases(cache: Facts) -> list[Case]:
     """Return the cases of one prompt at a time, with lengths around blocks and chunks."""
-    block = known.block
+    block = cache.block
     chunk = -(-CHUNK // block) * block
     inside = 3 * chunk + block + 13  # in a block, and behind one that begins no chunk
     lengths = dict.fromkeys(
@@ -93,7 +93,7 @@ def cases(known: Facts) -> list[Case]:
         Case("all in vLLM's own cache", inside, kept=True),
         Case("another question, vLLM's own cache", inside, 2 * chunk + 9, 60, kept=True),
     ]
-    most = min(known.longest, known.tokens // 2)
+    most = min(cache.longest, cache.tokens // 2)
     return [case for case in wanted if max(case.stored, case.shared + case.new) <= most]
 
 
@@ -128,11 +128,11 @@ def crowd(engine: Engine) -> list[Pair]:
 
     Each answer needs one more block than its prompt, which preempts others where none is left.
     """
-    known = facts(engine)
-    tokens = int(known.tokens * CROWD_OVER)
-    length = min(known.longest - 3 * known.block, max(2 * CHUNK, tokens // CROWD_MOST))
+    cache = facts(engine)
+    tokens = int(cache.tokens * CROWD_OVER)
+    length = min(cache.longest - 3 * cache.block, max(2 * CHUNK, tokens // CROWD_MOST))
     sizes = [
-        (length // known.block + number % 3 + 1) * known.block - LAST + number % 3
+        (length // cache.block + number % 3 + 1) * cache.block - LAST + number % 3
         for number in range(tokens // length + 1)
     ]
     prompts = [engine.prompt(size) for size in sizes]
@@ -163,8 +163,8 @@ def crowd(engine: Engine) -> list[Pair]:
 
 def store(engine: Engine, count: int) -> list[Asked]:
     """Store prompts for the next engine; wait until they may be on a disk."""
-    known = facts(engine)
-    length = min(known.longest, 2 * -(-CHUNK // known.block) * known.block + 13)
+    cache = facts(engine)
+    length = min(cache.longest, 2 * -(-CHUNK // cache.block) * cache.block + 13)
     stored = list(_stored(engine, [length] * count))
     clean(engine)
     time.sleep(FLUSH_S)
@@ -190,10 +190,10 @@ def recompute(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
 
 def prompts(engine: Engine) -> list[list[int]]:
     """Make up prompts that end inside a block."""
-    known = facts(engine)
-    chunk = -(-CHUNK // known.block) * known.block
-    most = min(known.longest, known.tokens // 2)
-    return [engine.prompt(min(most, count * chunk + known.block + 13)) for count in (1, 2, 3)]
+    cache = facts(engine)
+    chunk = -(-CHUNK // cache.block) * cache.block
+    most = min(cache.longest, cache.tokens // 2)
+    return [engine.prompt(min(most, count * chunk + cache.block + 13)) for count in (1, 2, 3)]
 
 
 def twice(engine: Engine, prompts: Sequence[list[int]], *, kept: bool = False) -> list[Pair]:
