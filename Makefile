@@ -55,14 +55,15 @@ PART_tools := -m "tools and not matrix"
 PART_models := $(addprefix tests/engine/test_,local.py groups.py models.py server.py) \
 	$(addprefix tests/engine/test_,server_soak.py waiting.py) tests/helm/test_chart_side_car_engine.py
 PART_ranks := $(addprefix tests/engine/test_,ends.py server_ranks.py resets.py engines_of_one_serve.py)
+PART_loadtests := tests/loadtests -m alone
 PART_bases := -s tests/test_install.py tests/engine/test_packages.py tests/containers/test_bases.py
 PARTS := $(sort lmcache $(subst PART_,,$(filter PART_%,$(.VARIABLES))))
 LMCACHE_DIR = $(CURDIR)/build/lmcache-$(or $(LMCACHE),$(error LMCACHE=... is missing))
 
-test: setup ## Unit tests, and real engines: [PART=tools|models|ranks|bases|lmcache]
+test: setup ## Unit tests, and real engines: [PART=...], see CONTRIBUTING.md
 ifeq ($(PART),)
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (alone or matrix or tools)"
-	@$(BIN)/pytest tests/engine tests/loadtests -m "alone and not (matrix or tools)"
+	@$(BIN)/pytest tests/engine -m "alone and not (matrix or tools)"
 else ifeq ($(PART),lmcache)
 	@$(BIN)/uv pip install --quiet --no-deps --target $(LMCACHE_DIR) lmcache==$(LMCACHE)
 	@PYTHONPATH=$(LMCACHE_DIR) $(BIN)/pytest -m engine tests/engine tests/test_stored_by.py $(ARGS)

@@ -52,6 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("tests/bench", "tests/fuzz", "tests/support", "tests/engine/test_demo.py"),
         "tests/engine/test_server_soak.py",
     ),
+    "loadtests": (*PACKAGES, "loadtests", "tests/loadtests", f"{SOURCE}harness"),
     "comparison": (*PACKAGES, *DATA_PATH, "loadtests", f"{SOURCE}launch", f"{SOURCE}harness"),
 }
 

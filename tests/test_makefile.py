@@ -32,7 +32,10 @@ def test_help_names_every_target_in_a_group_and_in_one_column():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["test", "PART=gpu"], "PART=gpu; expected one of: bases lmcache models ranks tools"),
+        (
+            ["test", "PART=gpu"],
+            "PART=gpu; expected one of: bases lmcache loadtests models ranks tools",
+        ),
         (["test", "PART=lmcache"], "LMCACHE=... is missing"),
         (["loadtest"], "HOST=http://... is missing"),
     ],
@@ -44,20 +47,20 @@ def test_a_wrong_word_is_refused_with_those_that_are_expected(words, said):
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("part", ["tools", "models", "ranks", "bases"])
+@pytest.mark.parametrize("part", ["loadtests", "tools", "models", "ranks", "bases"])
 def test_the_files_of_each_part_are_there(part):
     command = ["make", "-n", "test", f"PART={part}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = re.findall(r"tests/\S+\.py", done.stdout)
-    assert files or part == "tools"
+    assert files or part in ("loadtests", "tools")
     assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
 def test_all_tests_that_run_alone_are_where_they_are_looked_for():
-    [places] = re.findall(r"pytest (.*) -m \"alone and ", MAKEFILE)
+    places = re.findall(r"(?:pytest|:=) (\S+) -m \"?alone\b", MAKEFILE)
     marked = {
         str(path.relative_to(ROOT).parent)
         for path in ROOT.glob("tests/**/test_*.py")
         if re.search(r"^(pytestmark|\s*@).*\bmark\.alone\b", path.read_text(), re.MULTILINE)
     }
-    assert marked == set(places.split())
+    assert marked == set(places)

@@ -10,7 +10,7 @@ from support.call_counts import check_walk
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached, is_exact
 from support.scripts import printed, run_probe
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone]  # a wait is measured
+pytestmark = pytest.mark.engine
 
 AT_MOST_S = 2.0  # that a server may hold a request; what is computed beside it is less
 HIT = "inside"

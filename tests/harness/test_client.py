@@ -229,3 +229,16 @@ def test_the_names_are_those_that_vllm_registers():
     source = (root / "v1/metrics/loggers.py").read_text()
     for name in _SAMPLES:
         assert f'name="{name.removesuffix("_total")}"' in source
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("node:8000", "http://node:8000"),
+        ("node:8000/v1", "http://node:8000"),
+        ("https://node/metrics", "https://node"),
+    ],
+)
+def test_an_address_without_a_scheme_is_that_of_a_plain_server(url, asked):
+    with Client(url) as client:
+        assert client.url == asked

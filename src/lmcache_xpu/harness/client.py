@@ -86,7 +86,8 @@ class Client:
     """A connection to one server; use it as a context manager.
 
     Args:
-        url: the server's; an ending such as /v1 or /metrics is left out.
+        url: the server's, http:// where it names no scheme; an ending such as /v1 or /metrics is
+            left out.
         model: name to ask for; None asks the server for its first one.
         timeout_s: longest silence of the server, seconds.
         trust_env: whether the environment may name a proxy, which would be timed, too.
@@ -104,6 +105,8 @@ class Client:
         timeout_s: float = 600.0,
         trust_env: bool = False,
     ) -> None:
+        if "://" not in url:
+            url = f"http://{url}"
         self.url = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics")
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
