@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 from rich.console import Console
 from support import tiny_models
-from support.planted_faults import EARLY, FAULTS, STATE, at_once, plant
+from support.planted_faults import AT_ONCE, EARLY, FAULTS, STATE, at_once, plant
 from support.scripts import environment
 
 from lmcache_xpu import versions
@@ -32,9 +32,11 @@ pytestmark = [
     ),
 ]
 OPTIONS = ["--load-format", "dummy", "--mamba-cache-mode", "align", "--block-size", "128"]
-SHARED = Case("another question", 530, 500, 40)
-OWN = Case("vLLM's own cache", 530, kept=True)
+SHARED = Case("another question", 402, 390, 40)
+OWN = Case("vLLM's own cache", 402, kept=True)
 SOUND = ("sound", "sound again")
+# The only case in which a fault shows, where it does not show in all.
+SHOWS_IN = {EARLY: AT_ONCE, STATE: OWN.name}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
             facts = do(child, "start", begin)
             for fault in (SOUND[0], *FAULTS, SOUND[1]):
                 do(child, "plant", partial(plant, fault=fault))
-                pairs[fault] = [do(child, c.name, partial(hit, case=c)) for c in (SHARED, OWN)]
-                if fault in (EARLY, SOUND[0]):
-                    pairs[fault] += do(child, "at once", at_once)
+                names = {SHOWS_IN.get(fault, SHARED.name)}
+                if fault == SOUND[0]:
+                    names |= {*SHOWS_IN.values()}
+                pairs[fault] = [
+                    do(child, case.name, partial(hit, case=case))
+                    for case in (SHARED, OWN)
+                    if case.name in names
+                ]
+                if AT_ONCE in names:
+                    pairs[fault] += do(child, AT_ONCE, at_once)
         with start("plain") as child:
             do(child, "start", begin)
             judge = Judge(facts, child, start)
@@ -72,17 +81,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULTS.values())
 def test_a_planted_fault_is_seen(results: dict[str, list[Result]], fault: str):
-    wrong = [result for result in results[fault] if result.outcome is Outcome.WRONG]
-    assert wrong, results[fault]
-    assert all("layer model.layers." in result.different[0] for result in wrong)
-    if fault == STATE:
-        assert OWN.name in {result.case for result in wrong}
+    [result] = results[fault]
+    assert result.outcome is Outcome.WRONG
+    assert "layer model.layers." in result.different[0]
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_there_is_no_false_alarm(results: dict[str, list[Result]], name: str):
-    shared, own, *others = results[name]
-    assert (shared.outcome, own.outcome) == (Outcome.EXACT, Outcome.NO_HIT)
-    assert not shared.note + own.note
-    assert own.own
-    assert all(result.outcome is Outcome.EXACT for result in others)
+def test_there_is_no_false_alarm(results: dict[str, list[Result]]):
+    sound = {result.case: result for name in SOUND for result in results[name]}
+    assert sound.keys() == {SHARED.name, OWN.name, AT_ONCE}
+    every = [result for name in SOUND for result in results[name]]
+    assert not any(result.different or result.note for result in every)
+    assert sound[OWN.name].own
+    assert all(result.hit for result in every if result.case != OWN.name)

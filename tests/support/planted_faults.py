@@ -34,6 +34,7 @@ FAULTS = {
     PAGES: "LMCache#4247",
     STATE: "vllm#53505",
 }
+AT_ONCE = "stored at once"
 planted = ["sound"]
 
 
@@ -88,7 +89,7 @@ def at_once(engine: Any) -> list[Pair]:
     for stored in ask(engine, prompts):
         clean(engine)
         [asked] = ask(engine, [stored.prompt])
-        pairs.append(Pair("stored at once", stored, asked, alone=False))
+        pairs.append(Pair(AT_ONCE, stored, asked, alone=False))
     return pairs
 
 
