@@ -23,6 +23,7 @@ MEANINGS = {
     1: "The command ran, and what it has to say is bad",
     2: "A mistake in an option, a setting or a file, or an engine that did not come up: one line "
     "says what is the case and what to do",
+    3: "Nothing is proven: `lmcache-xpu verify` saw no hit",
     130: "Ended by Ctrl-C",
     143: "Ended by SIGTERM; what was started has been ended too",
 }
@@ -30,6 +31,8 @@ BAD_NEWS = {  # by command
     "doctor": "a check failed",
     "status": "with --url: something is wrong with the running engine",
     "report": "a part failed or has bad news; the file says which",
+    "verify": "something differs from what was computed; with --acquit: of three engines, only the "
+    "one with the connector",
     "bench engine": "an engine of this package did not start, or restored wrong bytes",
     "bench load": "an engine of this package failed",
 }

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +23,12 @@ import torch
 from lmcache_xpu.launch.cache_server import PAGES, PROGRAM, server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.model.kv_cache_groups import block_tokens
 
 Hits = Literal["tier", "own cache", "none"]
+# Digests of a request's blocks, by KV cache group and place in the prompt: of each tensor of each
+# layer that a rank has, one rank after another.
+Blocks = dict[tuple[int, int], list[int]]
 
 SERVER_URL = "tcp://LMCACHE"  # stands for that of the server that an engine's process starts
 STORE_S = 0.5  # stores go on after an answer
@@ -32,7 +36,11 @@ STORED_S = 10.0  # limit of the stores' time
 
 
 class Engine:
-    """A vLLM engine of some settings, in this process."""
+    """A vLLM engine of some settings, in this process.
+
+    Attributes:
+        numbers: what prompts are made from, the same in each process.
+    """
 
     def __init__(self, settings: Settings, hits: Hits = "tier") -> None:
         from vllm import LLM, SamplingParams
@@ -49,12 +57,18 @@ class Engine:
             # take the CPU from the engine's thread.
             torch.set_num_threads(1)
         self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self._numbers = random.Random(1)
+        self.numbers = random.Random(1)
         self._names = map(str, itertools.count())
+        self._tokens = range(3, min(8000, self._engine.model_config.get_vocab_size()))
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self._engine.engine_core.engine_core.scheduler
 
     def prompt(self, length: int) -> list[int]:
         """Make up a prompt of tokens that was never used before."""
-        return self._numbers.choices(range(3, 8000), k=length)
+        return self.numbers.choices(self._tokens, k=length)
 
     def seconds(self, *prompts: list[int]) -> float:
         """Time these prompts, at once, until all have their first token."""
@@ -82,6 +96,15 @@ class Engine:
         """Compute one step of all requests that were added; return vLLM's outputs, new tokens."""
         return list(self._engine.step())
 
+    def abort(self, name: str) -> None:
+        """End a request that was added; it has no answer."""
+        self._engine.abort_request([name])
+
+    def request(self, name: str) -> Any:
+        """Return vLLM's request of a name, which vLLM may add to; None once it has ended."""
+        requests = self.scheduler.requests
+        return next((r for key, r in requests.items() if key.partition("-")[0] == name), None)
+
     def forget(self) -> None:
         """Empty the engine's own prefix cache; waits for stores that keep blocks of it."""
         deadline = time.perf_counter() + STORED_S
@@ -104,7 +127,7 @@ class Engine:
             `[ranks * layers, blocks]`, all layers of the first rank before those of the next.
         """
         self.add(prompt, 2)
-        scheduler = self._engine.engine_core.engine_core.scheduler
+        scheduler = self.scheduler
         digests: torch.Tensor | None = None
         while self._engine.has_unfinished_requests():
             outputs = self.step()
@@ -118,25 +141,105 @@ class Engine:
         assert digests is not None
         return digests
 
+    def blocks(
+        self,
+        name: str,
+        tokens: int,
+        *,
+        seen: Container[tuple[int, int]] = (),
+        states: Container[int] = (),
+    ) -> Blocks:
+        """Return digests of the blocks that a request's first tokens fill, in all groups.
+
+        Null blocks are left out, and those at the places that are `seen`. Of the groups `states`
+        the block that the last token is in counts as filled.
+        """
+        config = self.scheduler.kv_cache_config
+        ids = self.scheduler.kv_cache_manager.get_block_ids(self.request(name).request_id)
+        wanted = []
+        for number, size in enumerate(block_tokens(config)):
+            last = -(-tokens // size) if number in states else size and tokens // size
+            whole = ids[number][:last]
+            held = {at: b for at, b in enumerate(whole) if b and (number, at) not in seen}
+            if held:
+                layers = config.kv_cache_groups[number].layer_names
+                wanted.append((number, list(held), layers, list(held.values())))
+        args = ([each[2:] for each in wanted], config.num_blocks)
+        ranks = self._llm.collective_rpc(_group_digests, args=args) if wanted else []
+        blocks: Blocks = {}
+        for at, (number, places, *_) in enumerate(wanted):
+            columns = torch.cat([rank[at] for rank in ranks]).T.tolist()
+            blocks |= {(number, place): row for place, row in zip(places, columns, strict=True)}
+        return blocks
+
+    def states(self) -> set[int]:
+        """Return the numbers of the groups whose blocks hold states."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        return {n for n, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "MambaSpec"}
+
+    def layers(self) -> list[list[str]]:
+        """Return, by KV cache group, the layers that the digests of `blocks` are of, in order."""
+        groups = [
+            list(group.layer_names) for group in self.scheduler.kv_cache_config.kv_cache_groups
+        ]
+        ranks = self._llm.collective_rpc(_layers, args=(groups,))
+        return [
+            list(itertools.chain.from_iterable(of_group)) for of_group in zip(*ranks, strict=True)
+        ]
+
 
 def _zero(worker: Any) -> None:
     for cache in worker.model_runner.kv_caches:
-        cache.zero_()
+        for tensor in _tensors(cache):
+            tensor.zero_()
     synchronize()
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """Return a layer's tensors: a state has several."""
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def _caches(worker: Any, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of those layers that this rank has, with the layer's name."""
+    layers = worker.model_runner.compilation_config.static_forward_context
+    for name in names:
+        if name in layers:
+            yield from ((name, tensor) for tensor in _tensors(layers[name].kv_cache))
+
+
+def _layers(worker: Any, groups: Sequence[list[str]]) -> list[list[str]]:
+    return [[name for name, _ in _caches(worker, names)] for names in groups]
+
+
+def _group_digests(
+    worker: Any, groups: Sequence[tuple[list[str], list[int]]], count: int
+) -> list[torch.Tensor]:
+    """Return, by group, `[tensors, blocks]` digests of the layers that this rank has."""
+    synchronize()
+    return [
+        torch.stack([_rows(tensor, ids, count) for _, tensor in _caches(worker, names)])
+        for names, ids in groups
+    ]
 
 
 def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
     """Return a number per layer and block that depends on every byte and its place."""
     synchronize()
-    rows = []
-    for cache in worker.model_runner.kv_caches:
-        blocks = cache.movedim(list(cache.shape).index(count), 0)
-        words = blocks[torch.tensor(ids, device=cache.device)].contiguous()
-        words = words.view(len(ids), -1).view(torch.int16).long()
-        places = torch.arange(words.shape[1], device=cache.device)
-        weights = (places * 2654435761 + 40503) | 1
-        rows.append((words * weights).sum(dim=1).cpu())
-    return torch.stack(rows)
+    return torch.stack([_rows(cache, ids, count) for cache in worker.model_runner.kv_caches])
+
+
+def _rows(cache: torch.Tensor, ids: Sequence[int], count: int) -> torch.Tensor:
+    """Return a number per block; one of vLLM's blocks may be several of a kernel's."""
+    dimension = next(d for d, size in enumerate(cache.shape) if size and size % count == 0)
+    moved = cache.movedim(dimension, 0)
+    blocks = moved.reshape(count, -1, *moved.shape[1:])
+    words = blocks[torch.tensor(ids, device=cache.device)].contiguous()
+    words = words.view(len(ids), -1).view(torch.int16).long()
+    places = torch.arange(words.shape[1], device=cache.device)
+    weights = (places * 2654435761 + 40503) | 1
+    digests: torch.Tensor = (words * weights).sum(dim=1).cpu()
+    return digests
 
 
 def synchronize(devices: int | None = None) -> None:

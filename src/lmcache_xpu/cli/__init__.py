@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
-from lmcache_xpu.cli import bench, doctor, report, serve, size, status
+from lmcache_xpu.cli import bench, doctor, report, serve, size, status, verify
 from lmcache_xpu.errors import LMCacheXPUError, SettingsError
 
 
@@ -75,6 +75,7 @@ for _name, _command, _help in (
     ("status", status.status, "Say what is installed, or whether a server's cache works."),
     ("size", size.size, "Say how many users' histories each tier holds."),
     ("demo", report.demo, "Time conversations on CPU, with and without the tiers."),
+    ("verify", verify.verify, "Compare what a KV connector loads, byte by byte."),
     ("report", report.report, "Check and measure this machine: one file to send."),
 ):
     app.command(_name, short_help=_help)(_command)

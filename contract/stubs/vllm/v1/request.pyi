@@ -27,3 +27,4 @@ class Request:
     num_output_placeholders: Any
     async_tokens_to_discard: Any
     shared_prefix_boundary: Any
+    num_preemptions: Any

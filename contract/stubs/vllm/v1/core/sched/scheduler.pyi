@@ -14,3 +14,5 @@ class Scheduler:
     kv_holding_waiting: Any
     failed_recving_kv_req_ids: Any
     block_size: Any
+    max_num_scheduled_tokens: Any
+    max_model_len: Any

@@ -1,0 +1,232 @@
+"""What an engine with the connector is asked: prompts that it stores, and then finds again.
+
+All functions that take an engine are jobs of its process; see `bench.engine.main`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_xpu.model.kv_cache_groups import block_tokens
+from lmcache_xpu.verify.asking import ANSWER, Asked, ask, clean
+
+if TYPE_CHECKING:
+    from lmcache_xpu.bench.engine import Engine
+
+CHUNK = 256  # tokens; LMCache's default
+CROWD_OVER, CROWD_MOST = 1.3, 32  # of the engine's KV cache, prompts
+AT_ONCE = 4  # prompts that fit
+LAST = 6  # tokens of a prompt's last block that are left for its answer
+FLUSH_S = 3.0  # files are written behind answers
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt that is stored, and one that begins like it and is asked then."""
+
+    name: str
+    stored: int  # tokens of the first prompt
+    shared: int = 0  # its tokens that the second one begins with; 0 for all
+    new: int = 0  # tokens of the second one behind them
+    own: int = 0  # blocks of the second one that vLLM's own cache has
+    kept: bool = False  # whether vLLM's own cache is kept, so that nothing is left to load
+
+
+@dataclass(slots=True)
+class Pair:
+    """What was stored, and what came of the prompt that was asked then."""
+
+    case: str
+    stored: Asked
+    asked: Asked
+    alone: bool = True  # else at once with others, whose number changes how results are rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine says of its KV cache."""
+
+    block_tokens: list[int]  # by group
+    layers: list[list[str]]  # by group, those of a block's digests
+    tokens: int  # of prompts that fit at once
+    longest: int  # tokens of a prompt
+
+    @property
+    def block(self) -> int:
+        """Tokens of the largest block."""
+        return max(self.block_tokens)
+
+
+def begin(engine: Engine) -> Facts:
+    """Let prompts be none of an earlier run, which a disk may hold; return the engine's facts."""
+    engine.numbers.seed(os.urandom(16))
+    return facts(engine)
+
+
+def facts(engine: Engine) -> Facts:
+    """Return the facts of an engine."""
+    config = engine.scheduler.kv_cache_config
+    sizes = block_tokens(config)
+    tokens = (config.num_blocks - 1) // len(sizes) * max(sizes)
+    return Facts(sizes, engine.layers(), tokens, engine.scheduler.max_model_len - ANSWER)
+
+
+def cases(cache: Facts) -> list[Case]:
+    """Return the cases of one prompt at a time, with lengths around blocks and chunks."""
+    block = cache.block
+    chunk = -(-CHUNK // block) * block
+    inside = 3 * chunk + block + 13  # in a block, and behind one that begins no chunk
+    lengths = dict.fromkeys(
+        (chunk - 1, chunk, chunk + 1, 3 * chunk + block - 1, 3 * chunk + block, inside)
+    )
+    wanted = [
+        *(Case(f"the same prompt, {length} tokens", length) for length in lengths),
+        Case("another question, inside a block", inside, 3 * chunk - 7, 60),
+        Case("another question, at a chunk's end", inside, 2 * chunk, chunk + 9),
+        Case("one block in vLLM's own cache", inside, own=1),
+        Case("some chunks in vLLM's own cache", inside, own=2 * chunk // block),
+        Case("all in vLLM's own cache", inside, kept=True),
+        Case("another question, vLLM's own cache", inside, 2 * chunk + 9, 60, kept=True),
+    ]
+    most = min(cache.longest, cache.tokens // 2)
+    return [case for case in wanted if max(case.stored, case.shared + case.new) <= most]
+
+
+def hit(engine: Engine, case: Case) -> Pair:
+    """Store a prompt and ask its like; steps of both end at the same tokens.
+
+    Where the hit ends inside a block, that is found out first with another prompt.
+    """
+    block = facts(engine).block
+    every = range(block, case.stored, block)
+    pair = _hit(engine, case, every)
+    if pair.asked.cached in (0, *pair.stored.ends):
+        return pair
+    return _hit(engine, case, sorted({*every, pair.asked.cached}))
+
+
+def _hit(engine: Engine, case: Case, ends: Sequence[int]) -> Pair:
+    prompt = engine.prompt(case.stored)
+    question = prompt[: case.shared or case.stored] + engine.prompt(case.new)
+    clean(engine)
+    [stored] = ask(engine, [prompt], ends)
+    if not case.kept:
+        clean(engine)
+    if case.own:
+        ask(engine, [prompt[: case.own * facts(engine).block]])
+    [asked] = ask(engine, [question], ends)
+    return Pair(case.name, stored, asked)
+
+
+def crowd(engine: Engine) -> list[Pair]:
+    """Store prompts at once; ask some, all, which do not fit, and all of which some are aborted.
+
+    Each answer needs one more block than its prompt, which preempts others where none is left.
+    """
+    cache = facts(engine)
+    tokens = int(cache.tokens * CROWD_OVER)
+    length = min(cache.longest - 3 * cache.block, max(2 * CHUNK, tokens // CROWD_MOST))
+    sizes = [
+        (length // cache.block + number % 3 + 1) * cache.block - LAST + number % 3
+        for number in range(tokens // length + 1)
+    ]
+    prompts = [engine.prompt(size) for size in sizes]
+    all_stored: list[Asked] = []
+    for first in range(0, len(prompts), AT_ONCE):
+        clean(engine)
+        all_stored += ask(engine, prompts[first : first + AT_ONCE])
+    third = range(0, len(prompts), 3)
+    pairs = []
+    for name, count, aborted in (
+        ("several at once", AT_ONCE, ()),
+        ("more at once than fit", len(prompts), ()),
+        ("more than fit, some aborted", len(prompts), third),
+    ):
+        clean(engine)
+        answers = ask(engine, prompts[:count], aborted=aborted)
+        pairs += [
+            Pair(name, stored, asked, alone=False)
+            for stored, asked in zip(all_stored, answers, strict=False)
+            if asked.answer and not stored.preemptions
+        ]
+    for number in third[:AT_ONCE]:
+        clean(engine)
+        [asked] = ask(engine, [prompts[number]])
+        pairs.append(Pair("asked again after an abort", all_stored[number], asked, alone=False))
+    return pairs
+
+
+def store(engine: Engine, count: int) -> list[Asked]:
+    """Store prompts for the next engine; wait until they may be on a disk."""
+    cache = facts(engine)
+    length = min(cache.longest, 2 * -(-CHUNK // cache.block) * cache.block + 13)
+    stored = list(_stored(engine, [length] * count))
+    clean(engine)
+    time.sleep(FLUSH_S)
+    return stored
+
+
+def ask_again(engine: Engine, name: str, all_stored: Sequence[Asked]) -> list[Pair]:
+    """Ask prompts that an engine before this one stored."""
+    pairs = []
+    for stored in all_stored:
+        clean(engine)
+        [asked] = ask(engine, [stored.prompt], stored.ends)
+        pairs.append(Pair(name, stored, asked))
+    return pairs
+
+
+def recompute(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
+    """Compute a prompt anew, in steps that end at these tokens."""
+    clean(engine)
+    [asked] = ask(engine, [prompt], ends)
+    return asked
+
+
+def prompts(engine: Engine) -> list[list[int]]:
+    """Make up prompts that end inside a block."""
+    cache = facts(engine)
+    chunk = -(-CHUNK // cache.block) * cache.block
+    most = min(cache.longest, cache.tokens // 2)
+    return [engine.prompt(min(most, count * chunk + cache.block + 13)) for count in (1, 2, 3)]
+
+
+def twice(engine: Engine, prompts: Sequence[list[int]], *, kept: bool = False) -> list[Pair]:
+    """Ask each prompt twice; in between vLLM's own cache is kept, or not."""
+    pairs = []
+    for prompt in prompts:
+        block = facts(engine).block
+        ends = range(block, len(prompt), block)
+        clean(engine)
+        [stored] = ask(engine, [prompt], ends)
+        if not kept:
+            clean(engine)
+        [asked] = ask(engine, [prompt], ends)
+        pairs.append(Pair("", stored, asked))
+    return pairs
+
+
+def damage(directory: Path) -> int:
+    """Flip a byte in the middle of each file of a directory; return how many files."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size]
+    for path in files:
+        with path.open("r+b") as file:
+            file.seek(middle := path.stat().st_size // 2)
+            byte = file.read(1)[0]
+            file.seek(middle)
+            file.write(bytes([byte ^ 0xFF]))
+            file.flush()
+            os.fsync(file.fileno())
+    return len(files)
+
+
+def _stored(engine: Engine, lengths: Sequence[int]) -> Iterator[Asked]:
+    block = facts(engine).block
+    for length in lengths:
+        clean(engine)
+        yield from ask(engine, [engine.prompt(length)], range(block, length, block))
