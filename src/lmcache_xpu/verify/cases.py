@@ -118,7 +118,8 @@ def _hit(engine: Engine, case: Case, ends: Sequence[int]) -> Pair:
     if not case.kept:
         clean(engine)
     if case.own:
-        ask(engine, [prompt[: case.own * facts(engine).block]])
+        # And one token more: the last of a hit is computed alone, which rounds otherwise.
+        ask(engine, [prompt[: case.own * facts(engine).block + 1]], ends)
     [asked] = ask(engine, [question], ends)
     return Pair(case.name, stored, asked)
 
