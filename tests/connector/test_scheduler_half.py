@@ -443,21 +443,21 @@ def windows_first(half):
 
 def test_of_several_groups_a_store_names_the_blocks_that_no_window_gives_back(make):
     half = make(groups=2)
-    given = windows_first(half)
+    blocks = windows_first(half)
     half.load_in_steps()
     half._lookups.hit = 0
     half.matched_tokens(request(), 0)
-    half.allocated(request(), given, 0)
+    half.allocated(request(), blocks, 0)
     assert half.describe(step(("a", 0, 1000))).sources == {"a": list(range(101, 149))}
 
 
 def test_of_several_groups_a_load_that_nobody_described_names_them_too(make):
     """By them vLLM's scheduler knows its request."""
     half, asks = make(groups=2), request()
-    given = windows_first(half)
+    blocks = windows_first(half)
     half.load_in_steps()
     half.matched_tokens(asks, CHUNK)
-    half.allocated(asks, given, HIT - CHUNK)
+    half.allocated(asks, blocks, HIT - CHUNK)
     unserved = half.describe_failed(step(("a", HIT, 232))).unserved
     assert unserved.blocks == set(range(101 + CHUNK // BLOCK, 101 + HIT // BLOCK))
 
