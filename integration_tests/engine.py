@@ -133,6 +133,15 @@ class Engine:
         """vLLM's own counters of cache hits."""
         return self.client.counts()
 
+    def reaches(self, name: str, value: int, seconds: float) -> int:
+        """The most that the gauge was seen at, up to the value, which ends the wait."""
+        deadline = time.monotonic() + seconds
+        most = 0
+        while most < value and time.monotonic() < deadline:
+            most = max(most, int(self.metrics().sum(name)))
+            time.sleep(0.05)
+        return min(most, value)
+
     def metrics(self) -> Metrics:
         """All of /metrics."""
         page = self._http.get("/metrics").raise_for_status().text

@@ -52,19 +52,9 @@ def room_is_taken(engine: Engine, prompts: list[list[int]]) -> tuple[int, int]:
     with contextlib.ExitStack() as running:
         for prompt in prompts[:4]:
             running.enter_context(engine.answering(prompt, 1500))
-        ran = reaches(engine, "vllm:num_requests_running", 4, 10)
+        ran = engine.reaches("vllm:num_requests_running", 4, 10)
         with engine.answering(prompts[4]):  # looked up, and waits for their room
-            return ran, reaches(engine, "vllm:num_requests_waiting", 1, 3)
-
-
-def reaches(engine: Engine, name: str, value: int, seconds: float) -> int:
-    """The most that the gauge was seen at, up to the value, which ends the wait."""
-    deadline = time.monotonic() + seconds
-    most = 0
-    while most < value and time.monotonic() < deadline:
-        most = max(most, int(engine.metrics().sum(name)))
-        time.sleep(0.05)
-    return min(most, value)
+            return ran, engine.reaches("vllm:num_requests_waiting", 1, 3)
 
 
 @pytest.mark.fails_without("blocks", "references")
@@ -109,7 +99,7 @@ def gives_way(engine: Engine, prompt: list[int], expected: tuple[int, ...]) -> b
         # 28 blocks each, 30 at the end; with the prompt's 9 all but two of 95 are taken.
         others = [tokens(("beside", number), 28 * 128 - 64) for number in range(3)]
         beside = [stack.enter_context(engine.answering(other, 250)) for other in others]
-        reaches(engine, "vllm:num_requests_running", 3, 10)
+        engine.reaches("vllm:num_requests_running", 3, 10)
         assert engine.ask(prompt, 120, prompt_logprobs=0).token_ids == expected
         assert all('"finish_reason":"length"' in answer.read().decode() for answer in beside)
     return engine.metrics().sum("vllm:num_preemptions_total") > before

@@ -10,7 +10,6 @@ import dataclasses
 import io
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, sta
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(engine.ask, tokens("drained", 500), 200)
-            time.sleep(0.5)
+            assert engine.reaches("vllm:num_requests_running", 1, 30)
             engine.runner.stop()
             assert answer.result().completion_tokens == 200
 

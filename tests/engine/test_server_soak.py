@@ -24,7 +24,7 @@ def test_a_sound_run_breaks_nothing():
     ("report", "words"),
     [
         ({"tally": tally(different=["700: ..."])}, "different"),
-        ({"tally": tally(seconds=[AT_MOST_S + 1.1])}, "at most 3.00 s"),
+        ({"tally": tally(seconds=[AT_MOST_S + 1.1])}, "at most 3.20 s"),
         ({"tally": tally(), "answers": False}, "lost"),
         ({"tally": tally(), "left": ["kill"]}, "no time for 1 faults"),
     ],
