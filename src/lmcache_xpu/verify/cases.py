@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,16 @@ class Facts:
         """Tokens of the largest block."""
         return max(self.block_tokens)
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk: LMCache's default, of whole blocks."""
+        return -(-CHUNK // self.block) * self.block
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest prompt of which two fit."""
+        return min(self.longest, self.tokens // 2)
+
 
 def begin(engine: Engine) -> Facts:
     """Let prompts be none of an earlier run, which a disk may hold; return the engine's facts."""
@@ -78,8 +88,7 @@ def facts(engine: Engine) -> Facts:
 
 def cases(cache: Facts) -> list[Case]:
     """Return the cases of one prompt at a time, with lengths around blocks and chunks."""
-    block = cache.block
-    chunk = -(-CHUNK // block) * block
+    block, chunk = cache.block, cache.chunk
     inside = 3 * chunk + block + 13  # in a block, and behind one that begins no chunk
     lengths = dict.fromkeys(
         (chunk - 1, chunk, chunk + 1, 3 * chunk + block - 1, 3 * chunk + block, inside)
@@ -93,8 +102,7 @@ def cases(cache: Facts) -> list[Case]:
         Case("all in vLLM's own cache", inside, kept=True),
         Case("another question, vLLM's own cache", inside, 2 * chunk + 9, 60, kept=True),
     ]
-    most = min(cache.longest, cache.tokens // 2)
-    return [case for case in wanted if max(case.stored, case.shared + case.new) <= most]
+    return [case for case in wanted if max(case.stored, case.shared + case.new) <= cache.most]
 
 
 def hit(engine: Engine, case: Case) -> Pair:
@@ -104,24 +112,39 @@ def hit(engine: Engine, case: Case) -> Pair:
     """
     block = facts(engine).block
     every = range(block, case.stored, block)
-    pair = _hit(engine, case, every)
+    pair = _hit(engine, case, every, block)
     if pair.asked.cached in (0, *pair.stored.ends):
         return pair
-    return _hit(engine, case, sorted({*every, pair.asked.cached}))
+    return _hit(engine, case, sorted({*every, pair.asked.cached}), block)
 
 
-def _hit(engine: Engine, case: Case, ends: Sequence[int]) -> Pair:
+def _hit(engine: Engine, case: Case, ends: Sequence[int], block: int) -> Pair:
     prompt = engine.prompt(case.stored)
     question = prompt[: case.shared or case.stored] + engine.prompt(case.new)
+    # And one token more: the last of a hit is computed alone, which rounds otherwise.
+    own = prompt[: case.own * block + 1] if case.own else []
+    return _stored_and_asked(engine, case.name, prompt, question, ends, own=own, kept=case.kept)
+
+
+def _stored_and_asked(
+    engine: Engine,
+    name: str,
+    prompt: list[int],
+    question: list[int],
+    ends: Sequence[int],
+    *,
+    own: list[int],
+    kept: bool,
+) -> Pair:
+    """Store a prompt and ask its like; `own` is asked in between, and vLLM's own cache has it."""
     clean(engine)
     [stored] = ask(engine, [prompt], ends)
-    if not case.kept:
+    if not kept:
         clean(engine)
-    if case.own:
-        # And one token more: the last of a hit is computed alone, which rounds otherwise.
-        ask(engine, [prompt[: case.own * facts(engine).block + 1]], ends)
+    if own:
+        ask(engine, [own], ends)
     [asked] = ask(engine, [question], ends)
-    return Pair(case.name, stored, asked)
+    return Pair(name, stored, asked)
 
 
 def crowd(engine: Engine) -> list[Pair]:
@@ -156,8 +179,7 @@ def crowd(engine: Engine) -> list[Pair]:
             if asked.answer and not stored.preemptions
         ]
     for number in third[:AT_ONCE]:
-        clean(engine)
-        [asked] = ask(engine, [prompts[number]])
+        asked = alone(engine, prompts[number], ())
         pairs.append(Pair("asked again after an abort", all_stored[number], asked, alone=False))
     return pairs
 
@@ -165,8 +187,9 @@ def crowd(engine: Engine) -> list[Pair]:
 def store(engine: Engine, count: int) -> list[Asked]:
     """Store prompts for the next engine; wait until they may be on a disk."""
     cache = facts(engine)
-    length = min(cache.longest, 2 * -(-CHUNK // cache.block) * cache.block + 13)
-    stored = list(_stored(engine, [length] * count))
+    length = min(cache.longest, 2 * cache.chunk + 13)
+    ends = range(cache.block, length, cache.block)
+    stored = [alone(engine, engine.prompt(length), ends) for _ in range(count)]
     clean(engine)
     time.sleep(FLUSH_S)
     return stored
@@ -174,16 +197,11 @@ def store(engine: Engine, count: int) -> list[Asked]:
 
 def ask_again(engine: Engine, name: str, all_stored: Sequence[Asked]) -> list[Pair]:
     """Ask prompts that an engine before this one stored."""
-    pairs = []
-    for stored in all_stored:
-        clean(engine)
-        [asked] = ask(engine, [stored.prompt], stored.ends)
-        pairs.append(Pair(name, stored, asked))
-    return pairs
+    return [Pair(name, stored, alone(engine, stored.prompt, stored.ends)) for stored in all_stored]
 
 
-def recompute(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
-    """Compute a prompt anew, in steps that end at these tokens."""
+def alone(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
+    """Ask a prompt with nothing in vLLM's own cache, in steps that end at these tokens."""
     clean(engine)
     [asked] = ask(engine, [prompt], ends)
     return asked
@@ -192,24 +210,19 @@ def recompute(engine: Engine, prompt: list[int], ends: Sequence[int]) -> Asked:
 def prompts(engine: Engine) -> list[list[int]]:
     """Make up prompts that end inside a block."""
     cache = facts(engine)
-    chunk = -(-CHUNK // cache.block) * cache.block
-    most = min(cache.longest, cache.tokens // 2)
-    return [engine.prompt(min(most, count * chunk + cache.block + 13)) for count in (1, 2, 3)]
+    lengths = (count * cache.chunk + cache.block + 13 for count in (1, 2, 3))
+    return [engine.prompt(min(cache.most, length)) for length in lengths]
 
 
 def twice(engine: Engine, prompts: Sequence[list[int]], *, kept: bool = False) -> list[Pair]:
     """Ask each prompt twice; in between vLLM's own cache is kept, or not."""
-    pairs = []
-    for prompt in prompts:
-        block = facts(engine).block
-        ends = range(block, len(prompt), block)
-        clean(engine)
-        [stored] = ask(engine, [prompt], ends)
-        if not kept:
-            clean(engine)
-        [asked] = ask(engine, [prompt], ends)
-        pairs.append(Pair("", stored, asked))
-    return pairs
+    block = facts(engine).block
+    return [
+        _stored_and_asked(
+            engine, "", prompt, prompt, range(block, len(prompt), block), own=[], kept=kept
+        )
+        for prompt in prompts
+    ]
 
 
 def damage(directory: Path) -> int:
@@ -224,10 +237,3 @@ def damage(directory: Path) -> int:
             file.flush()
             os.fsync(file.fileno())
     return len(files)
-
-
-def _stored(engine: Engine, lengths: Sequence[int]) -> Iterator[Asked]:
-    block = facts(engine).block
-    for length in lengths:
-        clean(engine)
-        yield from ask(engine, [engine.prompt(length)], range(block, length, block))

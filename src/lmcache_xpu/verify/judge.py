@@ -182,7 +182,7 @@ class Judge:
         return self._repeats
 
     def _recompute(self, child: Child, prompt: list[int], ends: list[int]) -> Asked:
-        job = partial(cases.recompute, prompt=prompt, ends=ends)
+        job = partial(cases.alone, prompt=prompt, ends=ends)
         asked: Asked = do(child, "computed without the connector", job)
         return asked
 
