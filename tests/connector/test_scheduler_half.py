@@ -87,7 +87,9 @@ def make(monkeypatch):
         producer: bool = True,
         keeps_prefixes: bool = True,
         recurrent: bool = False,
+        states: int = 0,
         window: int | None = None,
+        free: int = 1000,
     ) -> SchedulerHalf:
         beside = SimpleNamespace(begun=[])
         beside.begin_ahead = beside.begun.append
@@ -98,6 +100,8 @@ def make(monkeypatch):
             kv_transfer_config=SimpleNamespace(is_kv_producer=producer),
             cache_config=SimpleNamespace(enable_prefix_caching=keeps_prefixes),
             speculative_config=None,
+            num_speculative_tokens=0,
+            kv_events_config=None,
         )
         spec = SimpleNamespace(block_size=BLOCK)
         kv_cache = SimpleNamespace(
@@ -106,14 +110,22 @@ def make(monkeypatch):
         )
         stored = [
             CacheGroup(
-                number=number, layers=(), block_tokens=BLOCK, window=window, recurrent=recurrent
+                number=number,
+                layers=(),
+                block_tokens=BLOCK,
+                window=CHUNK if number >= groups - states else window,
+                recurrent=recurrent or number >= groups - states,
             )
             for number in range(groups)
         ]
         options = {"xpu.loads": loads, "lmcache.mp.save_decode_cache": answers}
-        client = Mock(chunk_tokens=CHUNK, local=None, lookups=lambda policy: LookUps())
+        local = Mock() if states else None
+        client = Mock(chunk_tokens=CHUNK, local=local, lookups=lambda policy: LookUps())
         half = SchedulerHalf(config, kv_cache, options, client, stored)
         half.beside = beside
+        if states:
+            half._keys.pool = SimpleNamespace(get_num_free_blocks=lambda: free)
+            client.local = None  # requests here have tokens, and no hashes
         return half
 
     return make
@@ -170,15 +182,41 @@ def step(*new, cached=(), resumed=(), scheduled=None):
         ({"ranks": 2}, False),
         ({"zeroes": True}, False),
         ({"groups": 2, "recurrent": True}, False),
+        ({"groups": 2, "states": 1, "zeroes": True}, True),
+        ({"groups": 3, "states": 1, "zeroes": True, "window": 128}, False),
+        ({"groups": 2, "states": 1, "ranks": 2}, False),
         ({"groups": 2, "window": 128}, False),
     ],
-    ids=["alone", "groups", "ranks", "zeroes", "states", "windows alone"],
+    ids=[
+        *("alone", "groups", "ranks", "zeroes", "states from a server", "states"),
+        *("states and windows alone", "states and ranks", "windows alone"),
+    ],
 )
 def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, engine, allowed):
     half = make(**engine)
     assert half.policy.loads == "async"
     half.load_in_steps()
     assert half.policy.loads == ("auto" if allowed else "async")
+
+
+def test_states_are_waited_for_where_vllm_would_lack_a_block(make):
+    """Of a request of 1,000 tokens: 16 blocks of attention, and 3 of its states."""
+    for free, waits in ((19, False), (18, True)):
+        half = make(groups=2, states=1, loads="step", free=free)
+        half.load_in_steps()
+        assert half.matched_tokens(request(shared_prefix_boundary=0), 0) == (768, waits)
+
+
+def test_what_a_step_loads_is_not_zeroed(make):
+    half = make(groups=2, states=1, loads="step")
+    half.load_in_steps()
+    asked = request(shared_prefix_boundary=0)
+    half.matched_tokens(asked, 0)
+    half.allocated(asked, blocks(16, groups=2), 768)
+    output = step(("a", 768, 232))
+    output.new_block_ids_to_zero = [1, 2, 12, 13, 16, 50]
+    half.describe(output)
+    assert output.new_block_ids_to_zero == [13, 16, 50]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from support.intel import MACHINES
 from support.intel import machine as machine  # a fixture
 from support.lending import (
     BLOCKS,
+    CHUNK,
     Client,
     Connection,
     chunks_of,
@@ -164,3 +165,82 @@ def test_a_copy_that_fails_in_one_group_leaves_the_blocks_of_all_unfilled(
 def test_a_step_that_left_before_the_last_layer_of_a_window_is_reported(engine):
     engine.load(visited=LAYERS[:-1])
     assert set(engine.loads.take()) == WRITTEN
+
+
+# States beside attention
+
+STATE_STORED, STATE_LOADED = [0, 8, 21], [0, 0, 19]  # a block is a chunk
+
+
+class States:
+    """Transfers of a worker with a layer of attention and one that keeps a state."""
+
+    def __init__(self) -> None:
+        self.attention = filled(0).to(caches.DEVICE)
+        self.page = filled(1).to(caches.DEVICE).reshape(BLOCKS, -1).contiguous()
+        state = [
+            self.page.as_strided((BLOCKS, 8), (48, 1)),
+            self.page.as_strided((BLOCKS, 3), (48, 1), 9),
+        ]
+        groups = [
+            copies({"attention": self.attention}),
+            copies({"state": state}, number=1, window=CHUNK, recurrent=True, block_tokens=CHUNK),
+        ]
+        self.client = Client()
+        self.transfers = Transfers(Connection(self.client), groups, TIMEOUT_S, ["attention"])
+        self.transfers.register()
+        self.loads = self.transfers.in_steps
+        self.before = self.attention.clone(), self.page.clone()
+        chunks = chunks_of(STORED[1], STATE_STORED)
+        transfer = Transfer("request", frozenset())
+        self.transfers._moves.store(transfer, chunks, self.transfers.event())
+
+    def begin(self, *, ahead: bool) -> None:
+        """Begin a step that loads, as a scheduler in the worker's process does or not."""
+        self.loads.begin_step({*LOADED[1], 19})
+        self.loads.ask(chunks_of(LOADED[1], STATE_LOADED))
+        self.loads.begin_answered(1000, scheduling=ahead)
+
+    def has_state(self) -> bool:
+        page, before = self.page[19], self.before[1][21]
+        return torch.equal(page[:8], before[:8]) and torch.equal(page[9:12], before[9:12])
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.client.close()
+
+
+@MACHINES
+def test_a_state_is_there_before_the_worker_prepares_the_step_and_attention_at_its_layer(machine):
+    engine = States()
+    engine.begin(ahead=True)
+    assert engine.has_state()  # as vLLM copies it on, which waits for no layer
+    engine.loads.begin_answered(1000)
+    engine.loads.begin(whole=False)
+    engine.loads.before_layer("attention")
+    assert torch.equal(engine.attention[LOADED[1]], engine.before[0][STORED[1]])
+    engine.loads.after_layer("attention")
+    engine.loads.end()
+    assert not set(engine.loads.take())
+    engine.close()
+
+
+def test_a_load_of_states_that_begins_with_its_step_has_failed():
+    engine = States()
+    engine.begin(ahead=False)
+    engine.loads.begin(whole=False)
+    engine.loads.end()
+    assert set(engine.loads.take()) == {*LOADED[1], 19}
+    assert torch.equal(engine.page, engine.before[1])
+    engine.close()
+
+
+def test_a_state_that_can_not_be_copied_leaves_all_blocks_unfilled(monkeypatch):
+    engine = States()
+    stager = engine.transfers.groups[1].parts[0].stager
+    monkeypatch.setattr(stager, "load", lambda *_, **__: 1 / 0)
+    engine.begin(ahead=True)
+    engine.loads.begin(whole=False)
+    engine.loads.end()
+    assert set(engine.loads.take()) == {*LOADED[1], 19}
+    engine.close()

@@ -50,8 +50,8 @@ CASES = [
     )
     for place in ("local", "server")
     for family in FAMILIES
-    # States are waited for, whatever the setting.
-    for loads in ((WAITS,) if family.states else (WAITS, STEP))
+    # From a server states are waited for, whatever the setting.
+    for loads in ((WAITS,) if family.states and place == "server" else (WAITS, STEP))
 ]
 
 

@@ -55,7 +55,7 @@ class Step(StepLoads):
     def __init__(self, draft_layers: int = 0) -> None:
         names = [str(layer) for layer in range(LAYERS)]
         part = SimpleNamespace(names=names, stager=Mock())
-        groups: Any = [SimpleNamespace(parts=[part])]
+        groups: Any = [SimpleNamespace(parts=[part], group=SimpleNamespace(recurrent=False))]
         moves: Any = SimpleNamespace(enqueueing=nullcontext)
         super().__init__(moves, groups, names, draft_layers, LOAD_CPU, print)
         self._thread.shutdown()

@@ -81,15 +81,18 @@ class SchedulerHalf:
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
-        # Of several ranks the others would store what came of a load that failed on one. Where vLLM
-        # zeroes blocks, as of states, it may do so after a load has begun; and no layer with a
-        # state waits for it.
+        # vLLM zeroes new blocks of attention beside states, and copies a state before the first
+        # layer: both come behind a load that begins as the step is described.
+        self._states = sum(group.recurrent for group in groups)
+        begins_ahead = client.local is not None and all(
+            group.recurrent or group.window is None for group in groups
+        )
+        # Of several ranks the others would store what came of a load that failed on one.
         may_load_in_steps = (
             config.parallel_config.world_size == 1
-            and not kv_cache_config.needs_kv_cache_zeroing
             and len(kv_cache_config.kv_cache_groups) == len(groups)
             and self._whole is not None
-            and not any(group.recurrent for group in groups)
+            and (begins_ahead if self._states else not kv_cache_config.needs_kv_cache_zeroing)
         )
         self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
 
@@ -153,9 +156,24 @@ class SchedulerHalf:
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
+        if self._states and mode == "step" and not self._has_room(request):
+            mode = "async"
         tracked.in_step = mode == "step"
         self.promises.promise(name, kept, waits=mode == "async")
         return tokens, mode == "async"
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether vLLM has all blocks of a request whose states are loaded inside its step.
+
+        Its scheduler counts the state that the step writes and not that of the hit, in each group;
+        one block too few would end the engine.
+        """
+        if (pool := self._keys.pool) is None or (whole := self._whole) is None:
+            return False
+        of_states = self._states * (3 + (self._config.num_speculative_tokens or 0))
+        attention = len(self._sizes.block_tokens) - self._states
+        needed = attention * -(-request.num_tokens // whole.block_tokens) + of_states
+        return bool(pool.get_num_free_blocks() >= needed)
 
     def give_up_hits(self, request_id: str) -> None:
         """Look a request up no more: a load inside a step, or a look-up, has failed."""
@@ -231,6 +249,8 @@ class SchedulerHalf:
             for store in stores:
                 blocks = self._requests[store.request_id].blocks[whole.number]
                 sources[store.request_id] = blocks[: store.end // whole.block_tokens]
+        if self._states and inside:
+            self._load_instead_of_zeroing(output, inside.values())
         number, computed_hits = self.policy.begin_step(output, inside, waiting)
         step = Step(
             written_blocks(output, self._sizes.block_tokens, self._loads.values()),
@@ -249,6 +269,14 @@ class SchedulerHalf:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
         return step
+
+    def _load_instead_of_zeroing(
+        self, output: SchedulerOutput, loads: Iterable[TokenRange]
+    ) -> None:
+        """Let vLLM not zero what loads fill, as its `build_connector_meta` may."""
+        filled = {block for load in loads for of_group in load.blocks for block in of_group}
+        zeroed = [block for block in output.new_block_ids_to_zero or () if block not in filled]
+        output.new_block_ids_to_zero = zeroed or None
 
     def describe_failed(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step whose description failed: no transfers."""

@@ -11,6 +11,10 @@
 A scheduler in the worker's process makes the first calls before the worker is called for the step:
 vLLM's newer runner prepares the step first, and the link would be idle meanwhile.
 
+States are no part of the layers' order: vLLM copies each into the block of its step before the
+first layer. The engine's stream waits for them at once, where `begin_answered` is ahead of the
+worker.
+
 When the device has copied all, a thread compares the seals again. Until then nothing is stored that
 came of a load, and what `take` returned waits when it is looked at.
 """
@@ -23,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from lmcache_xpu.cache.protocol import TokenRange
@@ -35,6 +40,7 @@ from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
+from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
 __all__ = ["StepLoads"]
@@ -57,6 +63,12 @@ class _Load:
     seals: Seals | None  # that its chunks should have
     located: Located = field(init=False)  # as the next, once its first layers are enqueued
     pipeline: LoadPipeline = field(init=False)
+    states: list[Event] = field(default_factory=list)  # what the engine's stream waits for
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing that was enqueued is on its way any more."""
+        return self.pipeline.is_done and all(event.reached() for event in self.states)
 
 
 class StepLoads:
@@ -86,7 +98,8 @@ class StepLoads:
         self._flow = flow
         self._failed = failed
         # A layer of several pages counts as so many, each as large as another's only one.
-        pages = Counter(name for copies in groups for part in copies.parts for name in part.names)
+        in_layers = [copies for copies in groups if not copies.group.recurrent]
+        pages = Counter(name for each in in_layers for part in each.parts for name in part.names)
         named = [name for name in layers if name in pages]
         stored = list(dict.fromkeys([*named, *pages]))
         self._waits_for_all = len(named) < len(stored)
@@ -96,10 +109,12 @@ class StepLoads:
             self._last_pages[name] = last = last + pages[name]
         self._pages = last + 1
         self._model_pages = sum(pages[name] for name in stored[: len(stored) - draft_layers])
-        self._places = [
-            [[next(places[name]) for name in part.names] for part in copies.parts]
-            for copies in groups
-        ]
+        # By number of the group; of its parts, which of the pages each layer is.
+        self._places = {
+            number: [[next(places[name]) for name in part.names] for part in copies.parts]
+            for number, copies in enumerate(groups)
+            if copies in in_layers
+        }
         self._tokens = 0  # that this step computes
         self._is_ahead = False  # of the call of the worker for this step
         self._is_computing = False  # the engine has come to a layer
@@ -181,10 +196,28 @@ class StepLoads:
             load.located = self._moves.locate(load.asked, load.seals, at_most_s)
             with self._moves.ending(load.asked):
                 load.pipeline = self._pipeline(load, load.located)
+                load.states = self._load_states(load, load.located)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
             return
         self._begin(load)
+
+    def _load_states(self, load: _Load, located: Located) -> list[Event]:
+        """Load states, for which the engine's stream waits at once."""
+        states = [n for n in range(len(self._groups)) if n not in self._places]
+        if states and not self._is_ahead:
+            raise TransferError("a load of states as its step begins", "one before it")
+        done = list[Event]()
+        with self._moves.enqueueing(), ExitStack() as stack:
+            for part in itertools.chain(*(self._groups[number].parts for number in states)):
+                part.stager.follow_engine()
+                stack.enter_context(part.stager.whole())
+            for number in states:
+                chunks = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
+                done += self._groups[number].load(chunks, located.objects[number])
+        for event in done:
+            event.wait()
+        return done
 
     def _pipeline(self, load: _Load, located: Located) -> LoadPipeline:
         objects = located.objects
@@ -192,8 +225,8 @@ class StepLoads:
             self._pages,
             sum(
                 len(objects[number]) * part.nbytes
-                for number, copies in enumerate(self._groups)
-                for part in copies.parts
+                for number in self._places
+                for part in self._groups[number].parts
             )
             // self._pages,
             loaded=load.asked.key.end - load.asked.key.start,
@@ -201,10 +234,9 @@ class StepLoads:
             early=self._is_ahead,
         )
         copied = list[LayerCopy]()
-        for number, copies in enumerate(self._groups):
+        for number, places in self._places.items():
             needed = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
-            places = self._places[number]
-            copied += copies.beside_layers(needed, objects[number], places, starts)
+            copied += self._groups[number].beside_layers(needed, objects[number], places, starts)
         return LoadPipeline(copied, self._flow)
 
     def _begin(self, load: _Load) -> None:
@@ -272,7 +304,7 @@ class StepLoads:
                     "vLLM computed without waiting for the KV cache of a request; "
                     "it is recomputed (docs: troubleshooting#load-not-awaited)"
                 )
-            if load.pipeline.is_done:
+            if load.is_done:
                 self._decide(load, not is_in_time)
             else:
                 self._thread.submit(self._decide, load, not is_in_time)
@@ -291,7 +323,7 @@ class StepLoads:
         """Say whether a load has filled its blocks, once its copies are done; by any thread."""
         try:
             # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not load.pipeline.is_done:
+            while not load.is_done:
                 time.sleep(POLL_S)
             if is_missed:
                 self._moves.end_load(load.asked)
