@@ -200,8 +200,8 @@ def test_loads_are_inside_steps_where_they_can_and_the_scheduler_says_so(make, e
 
 
 def test_states_are_waited_for_where_vllm_would_lack_a_block(make):
-    """Of a request of 1,000 tokens: 16 blocks of attention, and 3 of its states."""
-    for free, waits in ((19, False), (18, True)):
+    """Of a request of 1,000 tokens: 63 blocks of attention, and 3 of its states."""
+    for free, waits in ((66, False), (65, True)):
         half = make(groups=2, states=1, loads="step", free=free)
         half.load_in_steps()
         assert half.matched_tokens(request(shared_prefix_boundary=0), 0) == (768, waits)
@@ -212,11 +212,11 @@ def test_what_a_step_loads_is_not_zeroed(make):
     half.load_in_steps()
     asked = request(shared_prefix_boundary=0)
     half.matched_tokens(asked, 0)
-    half.allocated(asked, blocks(16, groups=2), 768)
+    half.allocated(asked, blocks(63, groups=2), 768)
     output = step(("a", 768, 232))
-    output.new_block_ids_to_zero = [1, 2, 12, 13, 16, 50]
+    output.new_block_ids_to_zero = [1, 2, 48, 49, 63, 70]
     half.describe(output)
-    assert output.new_block_ids_to_zero == [13, 16, 50]
+    assert output.new_block_ids_to_zero == [49, 63, 70]
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,10 @@ class SchedulerHalf:
             for store in stores:
                 blocks = self._requests[store.request_id].blocks[whole.number]
                 sources[store.request_id] = blocks[: store.end // whole.block_tokens]
-        if self._states and inside:
-            self._load_instead_of_zeroing(output, inside.values())
+        if self._states and inside and (zeroed := output.new_block_ids_to_zero):
+            # What loads fill is not to be zeroed behind them; vLLM's interface allows it.
+            filled = {block for load in inside.values() for ids in load.blocks for block in ids}
+            zeroed[:] = [block for block in zeroed if block not in filled]
         number, computed_hits = self.policy.begin_step(output, inside, waiting)
         step = Step(
             written_blocks(output, self._sizes.block_tokens, self._loads.values()),
@@ -269,14 +271,6 @@ class SchedulerHalf:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
         return step
-
-    def _load_instead_of_zeroing(
-        self, output: SchedulerOutput, loads: Iterable[TokenRange]
-    ) -> None:
-        """Let vLLM not zero what loads fill, as its `build_connector_meta` may."""
-        filled = {block for load in loads for of_group in load.blocks for block in of_group}
-        zeroed = [block for block in output.new_block_ids_to_zero or () if block not in filled]
-        output.new_block_ids_to_zero = zeroed or None
 
     def describe_failed(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step whose description failed: no transfers."""
