@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("tier_dtype", ["auto", "fp8"])
 def test_logprobs_of_a_hit(tier_dtype, model):
-    report = printed(run_probe("fp8", model, tier_dtype, "float32"))
+    report = printed(run_probe("fp8", model, tier_dtype, "float32", 4))
     assert report["hits"] == [4 * CHUNK]
     mean = report["mean"]
     if tier_dtype == "auto":
