@@ -116,11 +116,11 @@ def test_an_object_has_a_byte_for_each_element(dtype, times):
 
 @pytest.mark.parametrize(("first", "second"), [("fp8", "auto"), ("auto", "fp8")])
 def test_what_one_type_has_on_disk_is_never_found_by_the_other(engine, tmp_path, first, second):
-    one = engine(torch.bfloat16, first, tmp_path)
-    assert one.store()
-    [(_, disk)] = one.cache._storage.l2_adapters()
+    writer = engine(torch.bfloat16, first, tmp_path)
+    assert writer.store()
+    [(_, disk)] = writer.cache._storage.l2_adapters()
     until(lambda: len(disk._store) == 3)
-    one.close()
+    writer.close()
     other = engine(torch.bfloat16, second, tmp_path)
     assert other.hit() == 0
     other.close()
