@@ -169,10 +169,10 @@ def trace(
         begun = time.monotonic()
         with TemporaryDirectory(prefix="lmcache-xpu-trace-") as directory:
             replayed = list(tiers(requests, min(room, stored), disk, Path(directory)))
-        seconds, both = time.monotonic() - begun, min(room + disk, stored)
+        seconds, most = time.monotonic() - begun, min(max(room, disk), stored)
         hits = {"tier": hit_tokens(requests, (hit for hit, _ in replayed), chunk_tokens)}
         for name in ("plain LRU", "optimum"):
-            hits[name] = hit_tokens(requests, POLICIES[name](requests, both), chunk_tokens)
+            hits[name] = hit_tokens(requests, POLICIES[name](requests, most), chunk_tokens)
         from_disk = sum(read for _, read in replayed) * chunk_tokens
         computed = {name: (asked - hit) / least for name, hit in hits.items()}
         row: dict[str, Any] = {"tokens": room * chunk_tokens, "hit": hits, "computed": computed}
