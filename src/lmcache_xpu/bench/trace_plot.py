@@ -28,8 +28,8 @@ def draw(tokens: Sequence[int], computed: Mapping[str, Sequence[float]]) -> str:
         parts.append(f'<text x="55" y="{y(ratio):.0f}" text-anchor="end">{ratio:.3g}</text>')
     for place, size in enumerate(tokens):
         parts.append(f'<text x="{x(place):.0f}" y="340" text-anchor="middle">{size:,}</text>')
-    for (name, ratios), colour, at in zip(computed.items(), COLOURS, (40, 56, 72), strict=True):
+    for (name, ratios), colour, at in zip(computed.items(), COLOURS, (60, 160, 260), strict=True):
         points = " ".join(f"{x(place):.0f},{y(ratio):.1f}" for place, ratio in enumerate(ratios))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-        parts.append(f'<text x="480" y="{at}" fill="{colour}">{name}</text>')
+        parts.append(f'<text x="{at}" y="20" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>\n"])
