@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, takewhile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from support.agent_sessions import write
 from typer.testing import CliRunner
 
-from lmcache_xpu.bench.trace import Request, hit_tokens, optimum, plain_lru, read, tier
+from lmcache_xpu.bench.trace import Request, hit_tokens, optimum, plain_lru, read, tier, tiers
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
 from loadtests.traces.formats import read_trace
@@ -76,6 +77,21 @@ def test_the_replay_is_tail_first_lru_chunk_for_chunk(requests, share):
     """From a room that is smaller than a prompt to one that is never full."""
     room = chunks_of(requests) // share
     assert list(tier(requests, room)) == list(tail_first(requests, room))
+
+
+def test_what_memory_lost_comes_from_the_disk_tier_tail_first_over_both(requests, tmp_path):
+    """The disk's code is slow beside memory's: a part of the trace."""
+    some = requests[:120]
+    room = chunks_of(some) // 12
+    alone = list(tier(some, room))
+    for times in (2, 20):
+        rows = list(tiers(some, room, times * room, tmp_path / str(times)))
+        hits = [hit for hit, _ in rows]
+        assert all(a <= hit for a, hit in zip(alone, hits, strict=True))
+        assert all(read <= hit for hit, read in rows)
+        assert sum(read for _, read in rows) >= sum(hits) - sum(alone) > 0
+    # With a disk that holds all. What it reads goes to memory, which bounds a hit.
+    assert hits == [min(hit, room) for hit in plain_lru(some, chunks_of(some))]
 
 
 @pytest.mark.parametrize("share", [32, 12, 6, 4])
@@ -160,6 +176,22 @@ def test_a_user_begins_a_session_when_the_last_is_over_and_pauses_for_an_hour_at
     assert [request.tokens // CHUNK for request in requests] == order
 
 
+def said(who: str, words: int, **fields: int) -> dict[str, object]:
+    return {"from": who, "value": "word " * words, **fields}
+
+
+def test_a_conversation_of_share_gpt_hits_all_that_was_said_before(tmp_path):
+    """Words count one and a half tokens, where the file does not count them."""
+    first = [said("human", 200), said("gpt", 1, num_tokens=300), said("human", 100), said("gpt", 9)]
+    talks = [{"conversations": first}, {"conversations": [said("user", 400), said("gpt", 1)]}]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps(talks))
+    requests = read(path, chunk_tokens=CHUNK, users=2)
+    assert [request.tokens for request in requests] == [300, 600, 750]  # in turn
+    assert list(tier(requests, 10)) == [0, 0, 1]
+    assert hit_tokens(requests, tier(requests, 10), CHUNK) == CHUNK
+
+
 GOOD = '{"timestamp": 0, "input_length": 600, "hash_ids": [1, 2]}\n'
 
 
@@ -175,7 +207,8 @@ GOOD = '{"timestamp": 0, "input_length": 600, "hash_ids": [1, 2]}\n'
         ("t.jsonl", GOOD.replace("600", "600.5"), "TypeError"),
         ("t.jsonl", GOOD.replace("[1, 2]", "[[1], 2]"), "TypeError"),
         ("t.jsonl", "", "no prompt of 256 tokens"),
-        ("t.json", '[{"conversations": []}]', "t.json, which is no trace .*AttributeError"),
+        ("t.json", '[{"conversations": []}]', "no prompt of 256 tokens"),
+        ("t.json", '[{"text": "Hi"}]', "t.json, which is no trace .*KeyError: 'conversations'"),
         ("t.json", '{"requests": [{"t": 0}]}', "KeyError: 'in'"),
         ("t.json", '{"requests": [], "block_size": 0}', "no prompt of 256 tokens"),
         ("t.json", '{"requests": [{"t": 0, "in": 1, "hash_ids": []}], "block_size": 0}', "Zero"),
@@ -205,6 +238,30 @@ def test_the_command_prints_a_row_for_each_size_and_writes_the_same(agents, tmp_
         assert computed["tier"] == pytest.approx(tier_computes / page["endless_computes"])
         cells = f"{row['tokens']:,}", f"{hit['tier']:,}", f"{computed['tier']:.2f}"
         assert any(all(cell in line for cell in cells) for line in done.stdout.splitlines())
+
+
+def test_the_command_draws_a_line_for_each_policy_and_counts_what_the_disk_read(agents, tmp_path):
+    plot, file = tmp_path / "plot.svg", tmp_path / "figures.json"
+    few = tmp_path / "few"
+    few.mkdir()
+    for each in sorted(agents.glob("*.json"))[:2]:
+        (few / each.name).write_text(each.read_text())
+    words = ["bench", "trace", "--tokens", "4096", "--tokens", "8192", "--disk-tokens", "65536"]
+    more = ["--plot", str(plot), "--json", str(file), "--token-bytes", "1048576", str(few)]
+    done = CliRunner().invoke(app, [*words, *more], catch_exceptions=False)
+    assert done.exit_code == 0
+    page = json.loads(file.read_text())
+    small, large = page["tiers"]
+    assert page["disk_tokens"] == 65536
+    assert 0 < small["from_disk"] < small["hit"]["tier"] < large["hit"]["tier"]
+    assert small["requests_per_s"] > 0
+    assert any("4,096" in line and " 4 " in line for line in done.stdout.splitlines())  # GiB
+    assert "replayed a second" in done.stdout
+    drawn = ElementTree.fromstring(plot.read_text())
+    lines = [each for each in drawn.iter() if each.tag.endswith("polyline")]
+    assert [len(each.get("points", "").split()) for each in lines] == [2, 2, 2]
+    texts = {each.text for each in drawn.iter() if each.tag.endswith("text")}
+    assert {"tier", "plain LRU", "optimum", "4,096", "8,192", "1"} <= texts
 
 
 def test_without_sizes_the_last_tier_holds_all_and_each_a_half_of_the_next(tmp_path):

@@ -146,6 +146,7 @@ WRONG = {
     "remote_url": "redis://a:6379",
     "layerwise": True,
     "kv_events": "tcp://*:5557",
+    "tier_dtype": "fp8",
 }
 
 
@@ -228,6 +229,10 @@ def test_what_the_server_lacks_is_refused_in_the_engines_container_too(chosen):
         message = refused(settings={name: WRONG[name], **chosen})
         assert f"models.m.settings.{name} is" in message
         assert "LMCache runs as a server" in message
+
+
+def test_a_server_in_the_engines_container_may_be_told_what_it_does_anyway():
+    assert model(settings={"cache": "server", "tier_dtype": "auto"}).engines()
 
 
 def test_several_devices_and_a_cache_in_process_are_refused_here():

@@ -201,6 +201,7 @@ def test_what_the_server_lacks_is_refused(name):
     values = {
         "layerwise": True,
         "kv_events": "tcp://*:5557",
+        "tier_dtype": "fp8",
     }
     with pytest.raises(SettingsError, match=f"{name}=.*cache=server, which has no.*in-process"):
         settings(**{name: values[name]})

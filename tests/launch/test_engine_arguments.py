@@ -157,6 +157,7 @@ def test_the_cache_in_the_engines_process_is_described_in_vllms_command_line(par
         save_decode=True,
         staging_mib=128,
         loads="async",
+        tier_dtype="fp8",
     )
     transfer = parser.parse_args(vllm_arguments(settings)).kv_transfer_config
     assert transfer.kv_connector == "LMCacheXPUServerConnector"
@@ -166,6 +167,7 @@ def test_the_cache_in_the_engines_process_is_described_in_vllms_command_line(par
     extra = dict(transfer.kv_connector_extra_config)
     options = LocalCacheOptions.read(extra.pop(CACHE))
     assert (options.chunk_tokens, options.cpu_gib) == (512, 0.5)
+    assert options.tier_dtype == "fp8"
     assert (options.disk_path, options.disk_gib) == (Path("/data/kv"), 2.5)
     assert extra == {
         "lmcache.mp.save_decode_cache": True,

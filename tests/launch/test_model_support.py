@@ -176,6 +176,17 @@ def test_layerwise_is_refused_before_vllm_starts(command, tmp_path, monkeypatch,
     assert "Leave layerwise off" in said
 
 
+@pytest.mark.parametrize("command", [["size"], ["serve", "--dry-run"], ["doctor", "--model"]])
+def test_states_are_not_rounded(command, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("LMCACHE_XPU_TIER_DTYPE", "fp8")
+    config("qwen3_5").save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, [*command, str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code, done.output
+    said = " ".join((done.output + capfd.readouterr().out).split())
+    assert "tier_dtype=fp8 for a qwen3_5" in said
+    assert "Leave tier_dtype unset" in said
+
+
 def test_a_configuration_that_nobody_can_judge_is_left_to_the_engine(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
     done = CliRunner().invoke(app, ["serve", str(tmp_path), "--dry-run"], catch_exceptions=False)

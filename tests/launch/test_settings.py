@@ -21,9 +21,10 @@ def load(**values):
     return Settings.load({"model": "m", **values})
 
 
-def test_the_shared_tier_is_not_for_layerwise():
-    with pytest.raises(SettingsError, match="one of the two"):
-        load(remote_url="redis://cache:6379", layerwise=True)
+@pytest.mark.parametrize("values", [{"remote_url": "redis://cache:6379"}, {"tier_dtype": "fp8"}])
+def test_the_shared_tier_and_fp8_are_not_for_layerwise(values):
+    with pytest.raises(SettingsError, match=r"layerwise with .*one of the two"):
+        load(layerwise=True, **values)
 
 
 @pytest.mark.parametrize("name", ["overlap_load", "overlap_store", "hash_algorithm"])

@@ -72,6 +72,7 @@ def write(tmp_path, config):
         (LLAMA_3_8B, {}, "GQA", 131072),
         (LLAMA_3_8B, {"kv_dtype": "fp8"}, "GQA", 65536),
         (LLAMA_3_8B, {"kv_dtype": "fp8_e4m3"}, "GQA", 65536),
+        (LLAMA_3_8B, {"tier_dtype": "fp8"}, "GQA", 65536),
         (LLAMA_3_8B, {"tensor_parallel": 4}, "GQA", 32768),
         (LLAMA_3_8B, {"tensor_parallel": 16}, "GQA", 16384),  # one of eight heads, twice
         (LLAMA_3_8B, {"pipeline_parallel": 2}, "GQA", 65536),
@@ -184,6 +185,15 @@ def test_a_tier_holds_whole_histories_of_whole_chunks(tmp_path):
         "CPU": (4, False),
         "disk": (5, True),
     }
+
+
+def test_an_fp8_tier_holds_twice_what_the_engines_own_cache_holds(tmp_path):
+    command = ["size", write(tmp_path, LLAMA_3_8B), "--kv-cache-gib", "4", "--cpu-gib", "4"]
+    fp8 = [*command, "--tier-dtype", "fp8"]
+    done = CliRunner().invoke(app, [*fp8, "--json"], catch_exceptions=False)
+    tiers = json.loads(done.stdout)["tiers"]
+    assert {name: tier["histories"] for name, tier in tiers.items()} == {"engine": 4, "CPU": 8}
+    assert "bfloat16 (fp8 in the tiers)" in CliRunner().invoke(app, fp8).stdout
 
 
 def test_less_than_a_chunk_is_never_stored(tmp_path):

@@ -16,6 +16,7 @@ from lmcache_xpu.launch.settings import Settings
         {"layerwise": True},
         {"kv_events": "tcp://*:5557"},
         {"remote_url": "redis://host:1"},
+        {"tier_dtype": "fp8"},
         {"server_url": "tcp://host:1"},
         {"device": "cpu"},
     ],

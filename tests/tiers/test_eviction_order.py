@@ -1,4 +1,4 @@
-"""Of one prompt the end goes first: in memory, on disk, and over both."""
+"""Of one prompt the end goes first: in memory, on disk, and over several tiers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.asking import CHUNK, OBJECT, Asking, chunks
+from support.servers import PASSWORD, Server, needs_server
 from support.until import until
 
 from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
+from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
+from lmcache_xpu.tiers.shared_values import value_name
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -155,3 +158,95 @@ def test_a_hit_has_its_beginning_on_disk_and_its_end_in_memory(small_memory):
     assert tiers.in_memory(1) == set(range(12, 20))
     assert tiers.hit(1, 20) == 20
     assert tiers.in_memory(1) == set(range(20))
+
+
+class Shared(Asking):
+    """A cache with room for so many chunks in memory, and a server that other engines share."""
+
+    def __init__(self, server: Server, memory: int) -> None:
+        gib = memory * OBJECT / 2**30
+        options = LocalCacheOptions(chunk_tokens=CHUNK, cpu_gib=gib, remote_url=server.url)
+        super().__init__(name=server.url, options=options)
+        [(_, self.tier)] = self.cache._storage.l2_adapters()
+        self.server = server.client
+
+    def names(self, prompt: int) -> list[str]:
+        keys = self.keys(prompt, LONGEST).by_group[0]
+        return [value_name(key, self.cache._layouts[0]) for key in keys]
+
+    def in_server(self, prompt: int) -> set[int]:
+        return {at for at, name in enumerate(self.names(prompt)) if self.server.exists(name)}
+
+    def in_memory(self, prompt: int) -> set[int]:
+        objects = self.cache._storage._l1_manager._objects
+        keys = self.keys(prompt, LONGEST).by_group[0]
+        return {at for at, key in enumerate(keys) if key in objects}
+
+    def store(self, prompt: int, start: int, end: int) -> int:
+        """Store chunks, and wait until the server has them."""
+        stored = super().store(prompt, start, end)
+        until(lambda: set(range(start, start + stored)) <= self.in_server(prompt))
+        return stored
+
+    def hit(self, prompt: int, count: int) -> int:
+        """Load what any tier has."""
+        keys, number = self.keys(prompt, count), next(self._numbers)
+        handle = self.cache.find(keys, count, in_memory=False)
+        until(lambda: self.hit_of(handle) is not None)
+        if hit := self.hits[handle]:
+            assert self.cache.locate(number, chunks(keys, 0, hit)).result()
+            self.cache.release(number)
+        return hit
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        server = Server()
+        server.start()
+        tiers = Shared(server, SMALL)
+        yield tiers
+        tiers.cache.close()
+        server.stop()
+        server.client.close()
+
+
+@needs_server
+@settings(max_examples=12, deadline=None)
+@given(acts=ACTS, lost=st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(0, LONGEST))))
+@example(acts=[(1, 20, 8), (2, 12, 8), (1, 20, 8), (3, 20, 8)], lost=[(1, 12), (2, 0)])
+def test_what_memory_and_a_server_hold_of_a_prompt_is_its_beginning(shared, acts, lost):
+    """Until the server evicts by rules of its own; then a hit is what is before the first gap."""
+    shared.server.flushall()
+    assert shared.cache.reset()
+    for prompt, count, step in acts:
+        shared.compute(prompt, count, step)
+        for each in PROMPTS:
+            memory, server = shared.in_memory(each), shared.in_server(each)
+            assert is_beginning(memory | server), (each, memory, server)
+            assert is_beginning(memory), (each, memory)
+    for prompt, at in lost:
+        shared.server.delete(*shared.names(prompt)[at : at + 1] or ["nothing"])
+    for prompt in PROMPTS:
+        held = shared.in_memory(prompt) | shared.in_server(prompt)
+        before_gap = next(at for at in range(LONGEST + 1) if at not in held)
+        assert shared.hit(prompt, LONGEST) == min(before_gap, SMALL)
+
+
+@needs_server
+def test_what_memory_is_hit_for_counts_as_used_in_the_server(shared):
+    shared.server.flushall()
+    assert shared.cache.reset()
+    shared.compute(1, 8, 8)
+    shared.compute(2, 8, 8)
+    shared.server.config_set("maxmemory-policy", "allkeys-lru")
+
+    def idle_s(prompt: int) -> set[int]:
+        return {shared.server.object("idletime", name) for name in shared.names(prompt)[:8]}
+
+    until(lambda: min(idle_s(1) | idle_s(2)) > 1)
+    assert shared.in_memory(1) == set(range(8))
+    assert shared.hit(1, 8) == 8
+    until(lambda: max(idle_s(1)) < 2)
+    assert min(idle_s(2)) > 1

@@ -152,14 +152,16 @@ Returns {models: {NAME: {...}}} as JSON; a mistake that the schema can't see end
 {{- $cache := default "auto" $settings.cache -}}
 {{- $isServer := or (eq $cache "server") (and (eq $cache "auto") (gt $ranks 1) (not $settings.layerwise)) -}}
 {{- $_ := set $model "ownServer" (and $isServer (ne $settings.offload false) (not $settings.server_url) (not $model.sideCar)) -}}
-{{- $lacks := dict "layerwise" false "kv_events" "" -}}
+{{- $lacks := dict "layerwise" false "kv_events" "" "tier_dtype" "auto" -}}
 {{- if and (not $model.sideCar) (eq $cache "in-process") (gt $ranks 1) (not $settings.layerwise) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.settings.cache is in-process with an engine of %d devices; expected server, or none: its workers share a server." .where $ranks) -}}
 {{- end -}}
 {{- if and $isServer (not $model.sideCar) -}}
 {{- range $name, $value := $lacks -}}
 {{- with get $settings $name -}}
+{{- if ne (toString .) (toString $value) -}}
 {{- include "lmcache-xpu.refuse" (printf "%s.settings.%s is %v, and LMCache runs as a server (settings.cache, or several devices per engine); expected it unset:\nLMCache's server has no such choice." $.where $name .) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

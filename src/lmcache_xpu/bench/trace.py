@@ -1,31 +1,43 @@
-"""A trace of requests, replayed through the CPU tier's look-ups and eviction, without an engine."""
+"""A trace of requests, replayed through the tiers' look-ups and eviction, without an engine."""
 
 from __future__ import annotations
 
 import heapq
 import json
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from lmcache.v1.distributed.api import ObjectKey
 
 from lmcache_xpu.cache.local_cache import LocalCache
+from lmcache_xpu.cache.local_client import LocalLookUps
 from lmcache_xpu.cache.local_options import LocalCacheOptions
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.tiers.chunk_layout import object_name
+from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 
-__all__ = ["POLICIES", "Request", "hit_tokens", "optimum", "plain_lru", "read", "tier"]
+__all__ = ["POLICIES", "Request", "hit_tokens", "optimum", "plain_lru", "read", "tier", "tiers"]
 
 MOONCAKE_TOKENS, TIMED_TOKENS, AGENT_TOKENS = 512, 16, 64  # of a block
 NEXT_S, PAUSE_S = 60.0, 3600.0  # until the next session of a user, and at most until a request
+ROUND_S, TOKENS_PER_WORD = 30.0, 1.5  # of a conversation that says neither
 OBJECT_BYTES = 4096  # of a chunk: LMCache gives its memory out in pages
-EXPECTED = "JSON lines of Mooncake or of vLLM's timed_trace, or coding agents' sessions (.json)"
+STEP_CHUNKS = 8  # that are stored at once before a disk: an engine stores what a step computes
+STORE_S = 30.0  # at most, until a disk has written these
+EXPECTED = (
+    "JSON lines of Mooncake or of vLLM's timed_trace, or coding agents' sessions or ShareGPT's "
+    "conversations (.json)"
+)
 
 
 class Request(NamedTuple):
@@ -58,6 +70,9 @@ def read(path: Path, *, chunk_tokens: int, users: int) -> list[Request]:
             place, text = str(file), file.read_text()
             if file.suffix == ".json":
                 session = json.loads(text)
+                if isinstance(session, list):
+                    sessions += [list(_rounds(n, each)) for n, each in enumerate(session)]
+                    continue
                 scope = "" if session.get("hash_id_scope") == "global" else file.name
                 block = session.get("block_size", AGENT_TOKENS)
                 sessions.append(list(_steps(session["requests"], scope, 0, block)))
@@ -86,6 +101,17 @@ def _steps(steps: list[dict[str, Any]], scope: str, begin: float, block: int) ->
             yield from _steps(step["requests"], scope and f"{scope} {number} {at}", at, block)
         else:
             yield _Prompt(at, step["in"], [(scope, name) for name in step["hash_ids"]], block)
+
+
+def _rounds(number: int, entry: dict[str, Any]) -> Iterator[_Prompt]:
+    """Yield the prompts of one of ShareGPT's conversations: each has all that was said before."""
+    tokens = 0
+    for place, message in enumerate(entry["conversations"]):
+        if message["from"] in ("gpt", "assistant") and tokens:
+            blocks = [(number, name) for name in range(-(-tokens // TIMED_TOKENS))]
+            yield _Prompt(place * ROUND_S / 2, tokens, blocks, TIMED_TOKENS)
+        words = len(message["value"].split())
+        tokens += max(1, int(message.get("num_tokens") or words * TOKENS_PER_WORD))
 
 
 def _at_once(sessions: Iterable[list[_Prompt]], users: int) -> Iterator[_Prompt]:
@@ -127,18 +153,68 @@ class _Key(ObjectKey):  # type: ignore[misc]
 
 def tier(requests: list[Request], room: int) -> Iterator[int]:
     """Yield the chunks that the CPU tier hits with each request, whose prompt it then stores."""
-    options = LocalCacheOptions.read({"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30})
-    keys: defaultdict[int, _Key] = defaultdict(lambda: _Key(b"", "", 0))
-    with closing(LocalCache(options, torch.device("cpu"), "")) as cache:
+    return (hit for hit, _ in tiers(requests, room))
+
+
+def tiers(
+    requests: list[Request], room: int, disk: int = 0, directory: Path | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield the chunks that are hit with each request, and those of them that the disk has read.
+
+    Args:
+        room: chunks in memory.
+        disk: chunks on disk. It is waited for, so it drops nothing for being slow.
+        directory: of the disk tier, empty.
+    """
+    options: dict[str, Any] = {"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30}
+    if disk:
+        options |= {"disk_path": directory, "disk_gib": disk * disk_bytes(OBJECT_BYTES) / 2**30}
+    names = {chunk for request in requests for chunk in request.chunks}
+    keys = {chunk: _Key(chunk.to_bytes(8), "", 0) for chunk in names}
+    read = list[int]()
+    policy: Any = SimpleNamespace(
+        reads=lambda chunks: True, was_read=lambda chunks, seconds: read.append(chunks)
+    )
+    with closing(LocalCache(LocalCacheOptions.read(options), torch.device("cpu"), "")) as cache:
         cache.register([OBJECT_BYTES], [0])
+        lookups = LocalLookUps(cache, policy)
         for number, request in enumerate(requests):
             prompt, chunks = cache.prompt_keys(""), len(request.chunks)
             prompt.by_group[0].extend(map(keys.__getitem__, request.chunks))
-            yield (hit := cache.hit_chunks(cache.find(prompt, chunks, in_memory=True)) or 0)
-            cache.unlock(prompt, hit, 0, hit)
-            if hit < chunks:
-                cache.reserve(number, TokenRange("", prompt, hit, chunks), [()])
-                cache.commit(number)
+            tokens = TokenRange(str(number), prompt, 0, chunks)
+            while (hit := lookups.find(tokens, is_alone=True)) is None:
+                time.sleep(0)
+            lookups.forget(tokens.request_id)
+            yield hit, read.pop() if read else 0
+            if disk and hit:  # the disk hears from a load what was used
+                cache.locate(number, replace(tokens, end=hit))
+                cache.release(number)
+            else:
+                cache.unlock(prompt, hit, 0, hit)
+            for first in range(hit, chunks, step := STEP_CHUNKS if disk else max(1, chunks)):
+                store = TokenRange("", prompt, first, min(chunks, first + step))
+                if disk:
+                    _store_and_wait(cache, store, number)
+                else:
+                    cache.reserve(number, store, [()])
+                    cache.commit(number)
+
+
+def _store_and_wait(cache: LocalCache, tokens: TokenRange, number: int) -> None:
+    """Store chunks, and wait until the disk tier needs their memory no more."""
+    [(_, disk)] = cache._storage.l2_adapters()
+    keys = tokens.tokens.by_group[0][tokens.start : tokens.end]
+    is_held, before = [object_name(key) in disk._store for key in keys], disk.report_status()
+    chunks = [chunk for _, chunk, *_ in cache.reserve(number, tokens, [()]).result().rows]
+    cache.commit(number)
+    missing, deadline = sum(not is_held[chunk] for chunk in chunks), time.monotonic() + STORE_S
+    is_free = cache._storage._l1_manager.is_key_evictable
+    while time.monotonic() < deadline:
+        after = disk.report_status()
+        ended = sum(after[name] - before[name] for name in ("stored", "dropped"))
+        if ended >= missing and all(is_free(keys[chunk]) for chunk in chunks):
+            break
+        time.sleep(0.0001)
 
 
 def plain_lru(requests: list[Request], room: int) -> Iterator[int]:

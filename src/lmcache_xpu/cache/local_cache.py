@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalCache", "PromptKeys"]
 
 RESET_S = 1.0
+FLOAT8_MARK = ".fp8"  # behind the salts of chunks in an fp8 tier, which are hexadecimal
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
 
 
@@ -85,6 +86,9 @@ class LocalCache:
         model_name: as keys have it.
         alignment: tokens of which a chunk is a multiple.
         engine: number of the engine among those that share the disk.
+
+    Attributes:
+        is_float8: elements are float8 in the tiers. Keys say so: exact chunks have others.
     """
 
     is_sealed = False  # nobody else writes to the memory
@@ -103,6 +107,7 @@ class LocalCache:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
         ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
+        self.is_float8 = options.tier_dtype == "fp8"
         self._users = 1  # halves of an engine
         self._device = device
         self._layouts: list[Any] = []
@@ -198,6 +203,7 @@ class LocalCache:
 
     def prompt_keys(self, salt: str) -> PromptKeys:
         """Return the keys of a prompt, which has no chunks yet."""
+        salt += FLOAT8_MARK if self.is_float8 else ""
         return PromptKeys(self.model_name, salt, max(1, len(self._layouts)))
 
     def find(self, prompt: PromptKeys, chunks: int, *, in_memory: bool) -> Any:

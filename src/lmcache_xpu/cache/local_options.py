@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,6 +27,7 @@ class LocalCacheOptions(BaseModel):
         disk_path: directory of the disk tier; None for no such tier.
         disk_gib: GiB of that.
         remote_url: of the shared tier; None for no such tier.
+        tier_dtype: of elements in the tiers: as the engine has them, or float8.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +37,7 @@ class LocalCacheOptions(BaseModel):
     disk_path: Path | None = None
     disk_gib: float | None = Field(None, gt=0)
     remote_url: str | None = None
+    tier_dtype: Literal["auto", "fp8"] = "auto"
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:

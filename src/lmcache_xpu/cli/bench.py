@@ -7,9 +7,11 @@ import os
 import shlex
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,13 +51,17 @@ IN_TURN = """All engines at once, asked in turn: a host that changes its speed d
 them. They share the devices out; these need memory for all."""
 GRAPHS = "With vLLM's compiled graphs: minutes longer."
 
-TRACE = """Replay a trace through the CPU tier's own look-ups and eviction, without an engine.
+TRACE = """Replay a trace through the tiers' own look-ups and eviction, without an engine.
 
 Says what tiers of several sizes hit, and what they would hit with plain LRU, which evicts the
 beginning of a prompt first, and with Belady's optimum, which knows the future. The engine's own
-cache counts as empty. Answers are not stored. The disk tier is left out: its speed decides there.
+cache counts as empty. Answers are not stored. A disk tier behind memory is waited for: in an
+engine it drops what it is too slow for.
 
-FILE: lines of Mooncake's or vLLM's timed_trace, a coding agent's session, or a folder of these."""
+FILE: lines of Mooncake's or vLLM's timed_trace, a coding agent's session, ShareGPT's conversations,
+or a folder of sessions."""
+BEHIND = "Tokens of a disk tier behind each; in files of 8 KiB for a chunk."
+TOKEN_BYTES = "Bytes of a token, as `lmcache-xpu size` says; the default is that of Llama 3 8B."
 SIZES = "Tokens of a tier; may be given several times (default: all that is stored, 1/2, ... 1/64)."
 USERS = "Sessions at once, where the file does not say when they begin."
 
@@ -136,38 +142,59 @@ def measure(
 def trace(
     file: Annotated[Path, typer.Argument(help="File or folder.")],
     tokens: Annotated[list[int] | None, typer.Option(min=1, help=SIZES)] = None,
+    disk_tokens: Annotated[int, typer.Option(min=0, help=BEHIND)] = 0,
+    token_bytes: Annotated[int, typer.Option(min=1, help=TOKEN_BYTES)] = 131_072,
     users: Annotated[int, typer.Option(min=1, help=USERS)] = 8,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 256,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this SVG file.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace for each size of a tier, and show what is hit and what is computed."""
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")  # else a line for each hit
-    from lmcache_xpu.bench.trace import POLICIES, hit_tokens, plain_lru, read
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # else a line for each hit
+    from lmcache_xpu.bench.trace import POLICIES, hit_tokens, plain_lru, read, tiers
+    from lmcache_xpu.bench.trace_plot import draw
     from lmcache_xpu.launch.preflight import check_file
 
-    if json_file is not None:
-        check_file(json_file, "--json")
+    for name, file_to_write in (("--json", json_file), ("--plot", plot)):
+        if file_to_write is not None:
+            check_file(file_to_write, name)
     requests = read(file, chunk_tokens=chunk_tokens, users=users)
     asked = sum(request.tokens for request in requests)
     stored = len({chunk for request in requests for chunk in request.chunks})
     least = asked - hit_tokens(requests, plain_lru(requests, stored), chunk_tokens)
     sizes = sorted({-(-stored >> halvings) for halvings in range(7)})
-    table, tiers = Table("tokens", "hit", "hit rate", *POLICIES, box=None), []
+    disk, gib, rows = -(-disk_tokens // chunk_tokens), token_bytes / 2**30, list[Any]()
+    table = Table("tokens", "GiB", "hit", "hit rate", "from disk", *POLICIES, box=None)
     for room in [-(-size // chunk_tokens) for size in tokens or ()] or sizes:
-        rows = ((name, policy(requests, min(room, stored))) for name, policy in POLICIES.items())
-        hits = {name: hit_tokens(requests, row, chunk_tokens) for name, row in rows}
-        ratios = {name: (asked - hit) / least for name, hit in hits.items()}
-        tiers.append({"tokens": room * chunk_tokens, "hit": hits, "computed": ratios})
-        first = f"{room * chunk_tokens:,}", f"{hits['tier']:,}", f"{hits['tier'] / asked:.1%}"
-        table.add_row(*first, *(f"{ratio:.2f}" for ratio in ratios.values()))
-    about = {"prompts": len(requests), "tokens": asked, "endless_computes": least, "tiers": tiers}
+        begun = time.monotonic()
+        with TemporaryDirectory(prefix="lmcache-xpu-trace-") as directory:
+            replayed = list(tiers(requests, min(room, stored), disk, Path(directory)))
+        seconds, most = time.monotonic() - begun, min(max(room, disk), stored)
+        hits = {"tier": hit_tokens(requests, (hit for hit, _ in replayed), chunk_tokens)}
+        for name in ("plain LRU", "optimum"):
+            hits[name] = hit_tokens(requests, POLICIES[name](requests, most), chunk_tokens)
+        from_disk = sum(read for _, read in replayed) * chunk_tokens
+        computed = {name: (asked - hit) / least for name, hit in hits.items()}
+        row: dict[str, Any] = {"tokens": room * chunk_tokens, "hit": hits, "computed": computed}
+        row |= {"from_disk": from_disk, "requests_per_s": len(requests) / seconds}
+        rows.append(row)
+        of_tier = f"{room * chunk_tokens:,}", f"{room * chunk_tokens * gib:.4g}"
+        of_hits = f"{hits['tier']:,}", f"{hits['tier'] / asked:.1%}", f"{from_disk:,}"
+        table.add_row(*of_tier, *of_hits, *(f"{ratio:.2f}" for ratio in computed.values()))
+    about: dict[str, Any] = {"prompts": len(requests), "tokens": asked, "endless_computes": least}
+    about |= {"disk_tokens": disk * chunk_tokens, "tiers": rows}
     if json_file is not None:
         json_file.write_text(json.dumps(about, indent=1) + "\n")
+    if plot is not None:
+        lines = {name: [row["computed"][name] for row in rows] for name in POLICIES}
+        plot.write_text(draw([row["tokens"] for row in rows], lines))
     console = Console(highlight=False)
     console.print(
         f"{len(requests):,} prompts, {asked:,} tokens: endless memory computes {least:,}."
     )
     console.print("tier, plain LRU, optimum: tokens computed, over those.", table, sep="\n")
+    speed = min(row["requests_per_s"] for row in rows)
+    console.print(f"At least {speed:,.0f} prompts were replayed a second.")
 
 
 def exit_on_sigterm() -> None:

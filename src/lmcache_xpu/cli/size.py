@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lmcache_xpu.cli.progress import count
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.fields import ENV_PREFIX, Cache
+from lmcache_xpu.launch.fields import ENV_PREFIX, Cache, TierDtype
 from lmcache_xpu.launch.model_support import weights_bytes
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.launch.sizing import (
@@ -39,6 +39,7 @@ _CACHE = _setting("cache", "Where LMCache runs: auto, in-process, or server.")
 _DTYPE = _setting("dtype", "Type of the model, which is the KV cache's where that is auto.")
 _KV_CACHE = _setting("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
 _FRACTION = _setting("memory_fraction", "Part of a GPU's memory that the engine may use.", least=0)
+_TIER_DTYPE = _setting("tier_dtype", "Type of keys and values in the tiers: auto or fp8.")
 _CPU = _setting("cpu_gib", "CPU tier per device, GiB.", least=0)
 _DISK = _setting("disk_gib", "Disk tier per device, GiB.", least=0)
 _CHUNK = _setting("chunk_tokens", "Tokens per stored chunk.", least=1)
@@ -72,6 +73,7 @@ def size(
         str, typer.Option(help="Type of the KV cache: auto, bfloat16, float16, float32 or fp8.")
     ] = "auto",
     dtype: Annotated[str, _DTYPE] = "auto",
+    tier_dtype: Annotated[TierDtype, _TIER_DTYPE] = "auto",
     cache: Annotated[Cache, _CACHE] = "auto",
     kv_cache_gib: Annotated[float | None, _KV_CACHE] = None,
     cpu_gib: Annotated[float, _CPU] = _DEFAULTS["cpu_gib"],
@@ -99,6 +101,7 @@ def size(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        tier_dtype=tier_dtype,
         server=cache == "server" or (cache == "auto" and ranks > 1),
     )
     weights = weights_bytes(model) if gpu_gib is not None else None

@@ -11,7 +11,7 @@ import bisect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,10 @@ from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
 
 __all__ = ["GroupCopies"]
+
+
+# What an fp8 tier can hold in fewer bytes.
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class GroupCopies:
         pages = [
             (name, page) for name in group.layers for page in pages_of(kv_caches[name], blocks)
         ]
+        self._dtypes = {getattr(kv_caches[name], "dtype", None) for name in group.layers}
         self.parts: list[_Part] = []
         start = 0
         for (size, _), alike in itertools.groupby(
@@ -98,6 +103,29 @@ class GroupCopies:
         self.device = self.parts[0].stager.device
         words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
         self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
+
+    def hold_float8(self) -> None:
+        """Have objects hold elements as float8 from now on; called before any is copied.
+
+        Raises:
+            LayoutError: states, or elements of several types or of one byte.
+        """
+        dtype, *others = self._dtypes
+        if self.group.recurrent or others or dtype not in _WIDE:
+            kind = "states" if self.group.recurrent else " and ".join(map(str, self._dtypes))
+            raise LayoutError(
+                f"a KV cache of {kind}, and an fp8 tier",
+                f"keys and values of {', '.join(map(str, _WIDE))}",
+                "Leave tier_dtype unset: this model is stored as it is.",
+            )
+        start, parts = 0, self.parts
+        self.parts = []
+        for part in parts:
+            part.stager.hold_float8(dtype)
+            nbytes = part.nbytes // dtype.itemsize
+            self.parts.append(replace(part, start=start, nbytes=nbytes))
+            start += nbytes
+        self.object_bytes = start + SEAL_BYTES
 
     def chunks(self, tokens: TokenRange, *, loading: bool = False) -> list[list[int]]:
         """Return the group's blocks of a range, chunk by chunk.

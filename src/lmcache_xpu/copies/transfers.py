@@ -56,6 +56,9 @@ class Transfers:
         draft_layers: int = 0,
     ) -> None:
         self.groups = groups
+        if client.local is not None and client.local.is_float8:
+            for copies in groups:
+                copies.hold_float8()
         self._client = client
         self._device = groups[0].device
         self._server = Server(client.healthy, self._device, timeout_s)

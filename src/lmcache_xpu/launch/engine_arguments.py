@@ -152,6 +152,7 @@ def server_config(settings: Settings) -> dict[str, object]:
             "disk_path": settings.disk_path and str(settings.disk_path),
             "disk_gib": settings.disk_gib or None,
             "remote_url": settings.remote_url,
+            "tier_dtype": settings.tier_dtype if settings.tier_dtype != "auto" else None,
         }
         options["xpu.cache"] = {name: value for name, value in cache.items() if value is not None}
     else:

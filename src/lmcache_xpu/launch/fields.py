@@ -22,6 +22,7 @@ CPU_KV_CACHE_GIB = 4.0
 CPU_BLOCK_TOKENS = 128
 
 Cache = Literal["auto", "in-process", "server", "vllm"]
+TierDtype = Literal["auto", "fp8"]
 # Beginnings of vLLM's options for secrets (argparse takes a part of a name), and where those go.
 SECRET_OPTIONS = {"--api-k": f"{ENV_PREFIX}API_KEY", "--hf-t": "HF_TOKEN"}
 
@@ -121,6 +122,12 @@ class Fields(BaseSettings):
         pattern=r"^(rediss?://[^@/?]+(/\d+)?|rediss://[^@/?]+(/\d+)?\?ssl_ca_certs=/[^&#]+)$",
         description="A Valkey or Redis that engines share, redis://HOST:PORT, with TLS "
         "rediss://HOST:PORT?ssl_ca_certs=FILE (without it the system's authorities); unset: off",
+    )
+    tier_dtype: TierDtype = Field(
+        "auto",
+        description="Type of keys and values in the tiers. auto: as the engine has them, exactly; "
+        "fp8: float8_e4m3fn without scales, half the bytes of bfloat16, and hits that are not "
+        "exact; with cache=in-process",
     )
     remote_password: SecretStr | None = Field(None, description="Password of that server")
     layerwise: bool = Field(False, description="Load and store layer by layer")

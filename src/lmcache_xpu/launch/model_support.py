@@ -49,10 +49,12 @@ _FAMILIES = {
 }
 
 
-def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> LayerKinds:
+def check_offload(
+    config: PretrainedConfig, *, layerwise: bool = False, tier_dtype: str = "auto"
+) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
-    With `layerwise`, by LMCache's own engine.
+    With `layerwise`, by LMCache's own engine; from tiers of this dtype.
 
     Raises:
         SettingsError: it can't; names the layers, and what can be done.
@@ -63,6 +65,12 @@ def check_offload(config: PretrainedConfig, *, layerwise: bool = False) -> Layer
             f"layers of {', '.join(kinds.strange or kinds.other)} in a {config.model_type}",
             "attention to the prompt or to a window of it, or states beside such layers",
             "A prefix can't be restored into other layers: serve this model with --no-offload.",
+        )
+    if kinds.states and tier_dtype != "auto":
+        raise SettingsError(
+            f"tier_dtype={tier_dtype} for a {config.model_type}, whose layers keep states",
+            "layers that all attend to the prompt: a state has no error to spare",
+            "Leave tier_dtype unset.",
         )
     if not layerwise:
         return kinds
@@ -94,7 +102,7 @@ def check_layers(settings: Settings) -> LayerKinds | None:
         config = read_config(settings.model, cached=True)
     except SettingsError:
         return None
-    return check_offload(config, layerwise=settings.layerwise)
+    return check_offload(config, layerwise=settings.layerwise, tier_dtype=settings.tier_dtype)
 
 
 def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:

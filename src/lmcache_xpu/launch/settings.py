@@ -23,9 +23,9 @@ DIAGNOSTIC_VARIABLES = frozenset(
 )
 
 # What only a cache in the engine's process has, and the value that leaves it alone.
-SERVER_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None}
+SERVER_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None, "tier_dtype": "auto"}
 # What LMCache has and vLLM's own offloading lacks, or has by options of its own.
-OFFLOADING_LACKS: dict[str, object] = {"layerwise": False, "kv_events": None, "remote_url": None}
+OFFLOADING_LACKS: dict[str, object] = {**SERVER_LACKS, "remote_url": None}
 
 MISSING = {"model": "the name of a model on a hub, or a model directory"}
 ADDRESSES = {
@@ -118,6 +118,12 @@ class Settings(Fields):
             "layerwise with a remote_url",
             "one of the two",
             "The shared tier holds whole chunks only.",
+        )
+        yield (
+            layerwise and self.tier_dtype != "auto",
+            f"layerwise with tier_dtype={self.tier_dtype}",
+            "one of the two",
+            "LMCache's own engine stores keys and values as they are.",
         )
         yield (
             layerwise and self.pipeline_parallel > 1,

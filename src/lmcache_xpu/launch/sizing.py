@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,12 @@ class KVShape:
     state_bytes: int = 0  # of the states of all layers that keep one, at one place of a prompt
     window_layers: int = 0  # of the layers, those that attend to a window
     window: int = 0  # tokens
+    tier_dtype: str = ""  # of the elements in the tiers; empty: as in the engine
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token on one device, without states."""
-        return self.layers * self.width * ITEM_BYTES[self.dtype]
+        """Bytes per token on one device, without states, in the tiers."""
+        return self.layers * self.width * ITEM_BYTES[self.tier_dtype or self.dtype]
 
     def history_bytes(self, tokens: int, chunk_tokens: int) -> int:
         """Bytes that a tier keeps of a history of whole chunks, on one device.
@@ -51,7 +53,8 @@ class KVShape:
         return tokens * self.token_bytes - dropped + states * self.state_bytes
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}"
+        tiers = f" ({self.tier_dtype} in the tiers)" if self.tier_dtype else ""
+        return f"{self.kind}, {self.layers} layers x {self.width} x {self.dtype}{tiers}"
 
     @classmethod
     def of_model(
@@ -63,11 +66,12 @@ class KVShape:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         server: bool = False,
+        tier_dtype: str = "auto",
     ) -> KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
-        `dtype` is the model's, `kv_dtype` its KV cache's. `server`: the tiers are those of
-        LMCache's server.
+        `dtype` is the model's, `kv_dtype` its KV cache's, `tier_dtype` that of its copies in the
+        tiers. `server`: the tiers are those of LMCache's server.
 
         Raises:
             SettingsError: no such model, or one whose KV cache can't be offloaded.
@@ -75,7 +79,7 @@ class KVShape:
         for name in {kv_dtype, dtype} - {"auto"}:
             check_dtype(name)  # before a hub is asked
         config = read_model(model)
-        kinds = check_offload(config)
+        kinds = check_offload(config, tier_dtype=tier_dtype)
         dtype = _dtype(config, kv_dtype, dtype)
         layers, state_bytes, notes = config.num_hidden_layers, 0, []
         if kinds.states:
@@ -106,6 +110,7 @@ class KVShape:
             state_bytes=state_bytes,
             window_layers=-(-windows // pipeline_parallel),
             window=window,
+            tier_dtype="" if tier_dtype == "auto" else tier_dtype,
         )
 
 
@@ -165,7 +170,8 @@ def fit(
     tiers = {}
     for name, gib in tiers_gib.items():
         if gib is not None:
-            held = int(gib * GIB) / history
+            own = dataclasses.replace(shape, tier_dtype="").history_bytes(tokens, chunk_tokens)
+            held = int(gib * GIB) / (own if name == "engine" else history)
             held_tokens = int(held * chunks) * chunk_tokens
             compute = agent_compute(held_tokens / users) if agents else None
             tiers[name] = Tier(gib, held_tokens, int(held), held >= users, compute)

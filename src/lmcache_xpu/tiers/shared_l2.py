@@ -63,6 +63,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         self._queued_bytes = 0
         self._queue_lock = threading.Lock()
         self._away_until = 0.0  # by the monotonic clock
+        self._layouts: dict[tuple[str, int], ChunkLayout | MemoryLayoutDesc] = {}  # by `_kind`
         self._writes = ThreadPoolExecutor(WRITES, "shared-write")
         self._looks = ThreadPoolExecutor(LOOKS, "shared-look-up")
 
@@ -96,6 +97,10 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing is pinned."""
 
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Begin to mark objects as used, which memory has too; the last of them first."""
+        self._looks.submit(self._touch, keys)
+
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Begin to read objects into memory of their layouts."""
         task = Task(self._loaded, len(keys), LOAD_S, partial(self._time_out, loads=1))
@@ -124,6 +129,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         sent, done, reason = 0, 0, "server" if self._away else ""
         try:
             layouts = [_layout(obj) for obj in objects]
+            self._layouts.update(zip(map(_kind, keys), layouts, strict=True))
             names = list(map(value_name, keys, layouts))
             held = [] if reason else self._values.exist(names)
             for key, obj, name, layout, is_held in zip(
@@ -175,6 +181,7 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             if not (self._away or task.over):
                 asked = [each for each in enumerate(keys) if each[1].object_group_id in layouts]
                 names = [value_name(key, layouts[key.object_group_id]) for _, key in asked]
+                self._layouts.update({_kind(key): layouts[key.object_group_id] for _, key in asked})
                 for (index, key), is_held in zip(asked, self._values.exist(names), strict=True):
                     if is_held:
                         task.hit(index)
@@ -183,6 +190,14 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             self.leave_alone(error)
         finally:
             task.end()
+
+    def _touch(self, keys: list[ObjectKey]) -> None:
+        try:
+            if not self._away:
+                named = ((key, self._layouts.get(_kind(key))) for key in reversed(keys))
+                self._values.touch([value_name(key, layout) for key, layout in named if layout])
+        except Exception as error:
+            self.leave_alone(error)
 
     def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         if self._away or task.over:
@@ -209,6 +224,11 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         LOAD_SHARED.failed("server", loads)
         self.leave_alone(TimeoutError("it answers too slowly"))
         self._values.disconnect()
+
+
+def _kind(key: ObjectKey) -> tuple[str, int]:
+    """Return what all objects of a key's layout have in common."""
+    return key.model_name, key.object_group_id
 
 
 def _layout(obj: MemoryObj) -> ChunkLayout:

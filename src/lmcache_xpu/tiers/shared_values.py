@@ -74,11 +74,16 @@ class SharedValues:
         )
 
     def exist(self, names: list[str]) -> list[bool]:
-        """Return of each name whether the server has it; in one round trip."""
+        """Return of each name whether the server has it, which counts as a use; one round trip."""
         with self._server.pipeline(transaction=False) as pipeline:
             for name in names:
-                pipeline.exists(name)
+                pipeline.touch(name)
             return [bool(count) for count in pipeline.execute()]
+
+    def touch(self, names: list[str]) -> None:
+        """Count values as used now, as far as the server has them."""
+        if names:
+            self._server.touch(*names)
 
     def get(self, name: str, layout: ChunkLayout) -> memoryview | None:
         """Return the bytes of an object, None on a miss; a damaged value is deleted."""

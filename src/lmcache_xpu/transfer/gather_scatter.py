@@ -1,6 +1,7 @@
 """Gather and scatter between the paged view and contiguous memory, in plain torch operations.
 
-They move integers as wide as alignment allows, whatever the layout and the dtype.
+They move integers as wide as alignment allows, whatever the layout and the dtype. Only
+`Float8Transfer` looks at elements: it converts them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lmcache_xpu.transfer.paged_view import PagedView, bytes_at
 from lmcache_xpu.transfer.slots import Rows
 
+FLOAT8, MOST = torch.float8_e4m3fn, 448.0  # a larger number would become NaN
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -101,3 +104,41 @@ class TorchTransfer:
         for layer in range(chunks.shape[2]):
             for plane, window in enumerate(self.windows[first_layer + layer]):
                 yield window, chunks[:, plane, layer].view(window.dtype), units.flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Transfer:
+    """Moves rows of one paged view; outside of it their elements are float8, of scale 1.
+
+    That is what vLLM's own fp8 KV cache holds of a model that brings no scales (its
+    `BaseKVCacheMethod`). The elements' order does not matter. Calls are those of `TorchTransfer`,
+    with rows as bytes; each takes device memory for the rows as the view has them.
+
+    Args:
+        transfer: moves rows as they are.
+        dtype: of the view's elements.
+    """
+
+    transfer: Any  # `TorchTransfer` or `TritonTransfer`
+    dtype: torch.dtype
+
+    def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
+        """Do as `TorchTransfer.gather`; what is too large becomes the largest float8."""
+        if rows.host is None:
+            wide = torch.empty(out.shape, dtype=self.dtype, device=out.device)
+        else:
+            wide = self._widened(out)  # rows that are not mapped come back as they were
+        self.transfer.gather(rows, wide.view(torch.uint8), first_layer)
+        out.copy_(wide.clamp_(-MOST, MOST).to(FLOAT8).view(torch.uint8))
+
+    def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
+        """Do as `TorchTransfer.scatter`."""
+        self.transfer.scatter(rows, self._widened(source).view(torch.uint8), first_layer)
+
+    def warm_up(self) -> bool:
+        """Compile what moves rows; return that no kernel reaches host memory: all is converted."""
+        self.transfer.warm_up()
+        return False
+
+    def _widened(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(FLOAT8).to(self.dtype, memory_format=torch.contiguous_format)

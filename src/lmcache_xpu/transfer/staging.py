@@ -25,7 +25,7 @@ from lmcache_xpu.transfer.devices import (
     register_host,
     upload,
 )
-from lmcache_xpu.transfer.gather_scatter import TorchTransfer
+from lmcache_xpu.transfer.gather_scatter import Float8Transfer, TorchTransfer
 from lmcache_xpu.transfer.host_copies import HostCopies, StagingRing
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Piece, Plan
@@ -49,6 +49,7 @@ class Stager:
 
     Attributes:
         reaches_host: kernels move pinned host memory themselves.
+        row_bytes: of one layer and plane in host memory.
 
     Raises:
         SettingsError: not even the least can be allocated.
@@ -74,7 +75,13 @@ class Stager:
         else:
             self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
+        self.row_bytes = view.row_bytes
         self._host = HostCopies(self.device, register)
+
+    def hold_float8(self, dtype: torch.dtype) -> None:
+        """Have host memory hold the view's elements, of this dtype, as float8 from now on."""
+        self._transfer, self.reaches_host = Float8Transfer(self._transfer, dtype), False
+        self.row_bytes = self.view.row_bytes // dtype.itemsize
 
     def pin(self, pool: torch.Tensor) -> None:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
@@ -87,7 +94,7 @@ class Stager:
 
     def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
         """Return where the chunks of a request go; see `Plan`."""
-        return Plan(form, rows, self.view.row_bytes, self.buffer_bytes, starts)
+        return Plan(form, rows, self.row_bytes, self.buffer_bytes, starts)
 
     def follow_engine(self) -> None:
         """Order what follows after what the engine has enqueued so far."""
