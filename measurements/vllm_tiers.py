@@ -167,7 +167,7 @@ def kills(directory: Directory, count: int = 100) -> None:
 
 @app.command()
 def start(directory: Directory, count: int = 1_000_000) -> None:
-    """Fill a directory with files of 8 KiB, and start with it: ours reads a page of each."""
+    """Fill a directory with files of 8 KiB, and start with it: ours lists the directory."""
     behind = host("ours", directory, gib=64)
     store, identity = behind.tier._store, behind.tier._identity
     place, payload = store.directory, memoryview(bytes(4096))

@@ -117,11 +117,8 @@ def identify_chunk(path: Path) -> tuple[str, ChunkInfo] | None:
     Raises OSError if the file can't be opened or read.
     """
     with _open(path) as file:
-        header, size = (
-            _parse(os.pread(file.fileno(), HEADER_BYTES, 0)),
-            os.fstat(file.fileno()).st_size,
-        )
-    if header is None or size != HEADER_BYTES + header.info.payload_bytes:
+        header, status = _parse(os.pread(file.fileno(), HEADER_BYTES, 0)), os.fstat(file.fileno())
+    if header is None or status.st_size != HEADER_BYTES + header.info.payload_bytes:
         return None
     return header.key, header.info
 

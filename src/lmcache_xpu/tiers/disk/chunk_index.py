@@ -89,21 +89,23 @@ class ChunkIndex:
 
         Returns the times of last use that were changed for it.
         """
-        by_age, changed = sorted(files), {}
-        infos: dict[int, ChunkInfo] = {}  # a million files have few sizes
-        for latest, (used_ns, name, payload_bytes) in enumerate(by_age, self.now() - len(by_age)):
-            if used_ns > latest:  # which keeps their order
-                changed[name] = used_ns = latest
-            info = infos.get(payload_bytes) or infos.setdefault(
-                payload_bytes, ChunkInfo("", payload_bytes)
-            )
-            size_bytes = disk_bytes(payload_bytes)
-            if size_bytes > self.limit_bytes:
-                used_ns = 0
+        sizes: dict[int, tuple[ChunkInfo, int]] = {}  # a million files have few
+        for used_ns, name, payload_bytes in files:
+            if (size := sizes.get(payload_bytes)) is None:
+                size = ChunkInfo("", payload_bytes), disk_bytes(payload_bytes)
+                sizes[payload_bytes] = size
+            info, size_bytes = size
+            used_ns = used_ns if size_bytes <= self.limit_bytes else 0
             self._entries[name] = Entry(info, used_ns)
             self._by_age.append((used_ns, name))
             self.used_bytes += size_bytes
         heapq.heapify(self._by_age)
+        changed, now = {}, self.now()
+        ahead = sorted(item for item in self._by_age if item[0] > now - len(self._by_age))
+        for latest, (used_ns, name) in enumerate(ahead, now - len(ahead)):  # keeps their order
+            if used_ns > latest:
+                changed[name] = self._entries[name].used_ns = latest
+                heapq.heappush(self._by_age, (latest, name))
         return changed
 
     def identify(self, name: str, key: str, info: ChunkInfo) -> None:

@@ -34,7 +34,7 @@ from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 __all__ = ["ChunkStore"]
@@ -207,7 +207,14 @@ class ChunkStore:
             if fault is None or stays:
                 return fault is None
             if self._index.get(name) is entry:
-                self._remove(name, fault or "")
+                self._remove(name)
+                self._count["corrupt"] += bool(fault)
+        if fault:
+            LOAD_DISK.failed("corrupt")
+            complain(
+                "a chunk was removed from %s: %s (docs: troubleshooting#disk-removed)",
+                *(self.directory, fault),
+            )
         return False
 
     def touch(self, keys: Iterable[str]) -> int:
@@ -262,20 +269,20 @@ class ChunkStore:
         entry = self._index.get(name)
         if entry is None or entry.key:
             return entry
-        fault, chunk = "its header, length or name is wrong", None
+        chunk, was_read = None, True
         try:
             chunk = identify_chunk(self._at(name))
-        except FileNotFoundError:
-            fault = ""
         except OSError as error:
-            if error.errno != errno.EIO:
+            was_read = False
+            if error.errno not in (errno.EIO, errno.ENOENT):
                 return None
         with self._lock:
             if self._index.get(name) is entry and not entry.key:
                 if chunk is not None and _name(chunk[0]) == name:
                     self._index.identify(name, *chunk)
                 else:
-                    self._remove(name, fault)
+                    self._remove(name)
+                    self._count["corrupt"] += was_read
             return self._index.get(name)
 
     # The rest is called with the lock held, or before anybody else knows the store.
@@ -302,23 +309,28 @@ class ChunkStore:
 
     def _scan(self) -> None:
         """Fill the index from the directory; remove what can't be a chunk, or is incomplete."""
-        files, user = [], os.geteuid()
+        for name, used_ns in self._index.add_earlier(self._files()).items():
+            self._mark(name, used_ns)
+        self._make_room(0, self._index.now())
+        DISK_USED_BYTES.set(self._index.used_bytes)
+
+    def _files(self) -> Iterator[tuple[int, str, int]]:
+        """Yield times of last use, names and bytes of the payload."""
+        user = os.geteuid()
         for file in os.scandir(self._at("")):
-            with contextlib.suppress(OSError):  # e.g. a directory of that name
+            try:
                 if file.name.endswith(_SUFFIX):
                     status = file.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode) and status.st_uid == user:
                         if (payload_bytes := status.st_size - HEADER_BYTES) >= 0:
-                            files.append((status.st_mtime_ns, file.name, payload_bytes))
+                            yield status.st_mtime_ns, file.name, payload_bytes
                             continue
                         self._count["corrupt"] += 1
                 elif not file.name.endswith(_TEMPORARY):
                     continue
                 self._at(file.name).unlink()
-        for name, used_ns in self._index.add_earlier(files).items():
-            self._mark(name, used_ns)
-        self._make_room(0, self._index.now())
-        DISK_USED_BYTES.set(self._index.used_bytes)
+            except OSError:  # e.g. a directory of that name
+                continue
 
     def _mark(self, name: str, used_ns: int) -> None:
         """Set a chunk's time of last use, if it is stored; kept over a restart."""
@@ -341,18 +353,8 @@ class ChunkStore:
                 failed += 1
         return index.fits(need_bytes)
 
-    def _remove(self, name: str, fault: str = "") -> bool:
-        """Remove a chunk, for a fault of its file perhaps.
-
-        One whose file can't be removed stays, and False is returned.
-        """
-        if fault:
-            self._count["corrupt"] += 1
-            LOAD_DISK.failed("corrupt")
-            complain(
-                "a chunk was removed from %s: %s (docs: troubleshooting#disk-removed)",
-                *(self.directory, fault),
-            )
+    def _remove(self, name: str) -> bool:
+        """Remove a chunk; one whose file can't be removed stays, and False is returned."""
         try:
             self._at(name).unlink(missing_ok=True)
         except OSError as error:
