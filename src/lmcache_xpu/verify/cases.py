@@ -72,9 +72,9 @@ class Facts:
         return min(self.longest, self.tokens // 2)
 
 
-def begin(engine: Engine) -> Facts:
-    """Let prompts be none of an earlier run, which a disk may hold; return the engine's facts."""
-    engine.numbers.seed(os.urandom(16))
+def begin(engine: Engine, seed: int | None = None) -> Facts:
+    """Let prompts be a seed's, or none of an earlier run, which a disk may hold; return facts."""
+    engine.numbers.seed(os.urandom(16) if seed is None else seed)
     return facts(engine)
 
 

@@ -67,10 +67,7 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
     stored: list[Asked] = []
     with start("connector") as child:
         facts: Facts = do(child, "start", cases.begin)
-        pairs: list[Pair] = [
-            do(child, case.name, partial(cases.hit, case=case)) for case in cases.cases(facts)
-        ]
-        pairs += do(child, "many at once", cases.crowd)
+        pairs = all_cases(child, facts)
         if restart:
             stored = do(child, "store", partial(cases.store, count=RESTARTED))
     if stored:
@@ -84,8 +81,14 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
                 pairs += do(child, name, job)
     with start("plain") as child:
         do(child, "start without the connector", cases.begin)
-        judge = Judge(facts, child, start)
-        return [judge.result(name, each) for name, each in groupby(pairs, lambda pair: pair.case)]
+        return Judge(facts, child, start).results(pairs)
+
+
+def all_cases(child: Child, facts: Facts) -> list[Pair]:
+    """Ask an engine with the connector all that one engine can be asked."""
+    one_by_one = [partial(cases.hit, case=case) for case in cases.cases(facts)]
+    pairs: list[Pair] = [do(child, job.keywords["case"].name, job) for job in one_by_one]
+    return pairs + list(do(child, "many at once", cases.crowd))
 
 
 def acquit(start: Start) -> list[Result]:
@@ -136,6 +139,10 @@ class Judge:
     def __init__(self, facts: Facts, plain: Child, start: Start) -> None:
         self._facts, self._plain, self._start = facts, plain, start
         self._repeats: bool | None = None
+
+    def results(self, pairs: Iterable[Pair]) -> list[Result]:
+        """Return the results of all cases."""
+        return [self.result(name, each) for name, each in groupby(pairs, lambda pair: pair.case)]
 
     def result(self, name: str, pairs: Iterable[Pair]) -> Result:
         """Return the result of a case's pairs."""
