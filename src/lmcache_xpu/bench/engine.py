@@ -255,8 +255,9 @@ def main() -> None:
 def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
     connection: Connection[Any, Callable[[Engine], Any]] = Connection(descriptor)
     os.set_inheritable(descriptor, False)
-    # Without offload a server is for LMCache's own connector to it, whose variant names one.
-    if settings.is_server if settings.offload else settings.cache == "server":
+    # Without offload a server is for LMCache's own connector to it, whose arguments name one.
+    named = any(SERVER_URL in word for word in settings.extra_args)
+    if settings.is_server if settings.offload else named:
         command = server_command if settings.offload else lmcache_server
         settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(
