@@ -40,7 +40,7 @@ TIERS = Variant(name="pictures", about="CPU and disk tier", settings={"cpu_gib":
 LOAD = {
     "--tags": "multi-round",
     "--users": PROFILE.users,
-    "--qps": 0.3,  # that a machine with other work keeps up with
+    "--qps": 0.6,  # more than the engine computes, less than it loads
     "--num-rounds": PROFILE.rounds,
     "--shared-system-prompt": PROFILE.shared_words,
     "--user-history-prompt": PROFILE.history_words,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,16 @@ LENGTH = CHUNK * CHUNKS
 class Policy:
     def __init__(self) -> None:
         self.allows, self.asked, self.read = True, list[int](), list[int]()
+        self.seconds = 0.0  # that the last read took
 
     def reads(self, tokens: int) -> bool:
         self.asked.append(tokens)
         return self.allows
 
     def was_read(self, tokens: int, seconds: float) -> None:
-        assert 0 < seconds < 60
+        assert 0 <= seconds < 60
         self.read.append(tokens)
+        self.seconds = seconds
 
 
 class Looking:
@@ -98,6 +101,19 @@ def test_what_memory_lacks_is_read_and_timed(looking):
     looking.forget_in_memory(slice(1, None))
     assert looking.find() == LENGTH
     assert looking.policy.asked == looking.policy.read == [LENGTH - CHUNK]
+
+
+def test_a_request_that_waits_in_a_queue_does_not_wait_for_its_read(looking):
+    looking.forget_in_memory(slice(1, None))
+    tokens = looking.tokens()
+    looking.lookups.begin(tokens)
+    until(lambda: not looking.cache._storage._prefetch_controller._in_flight_requests)
+    time.sleep(0.5)  # as in a queue
+    until(lambda: looking.lookups.find(tokens, is_alone=False) is not None)
+    assert looking.lookups.find(tokens, is_alone=False) == LENGTH
+    assert looking.policy.read == [LENGTH - CHUNK]
+    assert looking.policy.seconds < 0.4
+    looking.lookups.give_back(tokens.request_id)
 
 
 def test_what_a_slow_disk_has_is_not_read_and_memory_s_part_is_hit(looking):

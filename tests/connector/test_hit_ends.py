@@ -47,6 +47,12 @@ def test_small_blocks_make_no_small_steps():
     assert stops(2100, 48) == [1920]
 
 
+def test_no_step_ends_early_where_the_question_is_behind_the_last_whole_block():
+    assert stops(2 * 784 + 255, 784) == [784]
+    assert stops(2 * 784 + 256, 784) == []
+    assert stops(1584 + 200, 528) == [1056]
+
+
 def test_steps_end_where_a_cache_s_attention_ends_and_where_vllm_has_chosen():
     assert stops(2100, 128, shared=640, of_vllm=384) == [384, 640, 1792, 1920]
 

@@ -225,10 +225,14 @@ def main() -> dict[str, Any]:
         settings = {"cpu_gib": CPU_GIB, "disk_gib": DISK_GIB, "loads": wanted.loads}
         settings |= {"save_decode": False, "device": wanted.device}
         if wanted.device != "cpu":
-            options["dtype"] = "bfloat16"
+            options["dtype"] = "bfloat16"  # half of the bytes: as many are preempted
         if KINDS[wanted.kind] is STATES:  # chunks of a block, as `serve` has them
             settings["chunk_tokens"] = BLOCK
             options["kv_cache_memory_bytes"] = 2**24
+            if wanted.device == "cuda":  # the other kernel wants FlashInfer
+                options["additional_config"] = {"gdn_prefill_backend": "triton"}
+        if wanted.device != "cpu":
+            options["kv_cache_memory_bytes"] //= 2
         model = str(MODELS[wanted.kind](directory))
         disk = str(directory / "disk")
         engine = Engine(

@@ -150,9 +150,11 @@ class LocalLookUps:
     def _answered(self, lookup: _LookUp) -> int | None:
         if lookup.hit is None:
             lookup.hit = self._local.hit_chunks(lookup.handle)
-            if lookup.hit is not None and lookup.hit > lookup.in_memory and lookup.read_since:
+            if lookup.read_since and lookup.hit is None:
+                lookup.read_s = time.monotonic() - lookup.read_since
+            elif lookup.read_since and lookup.hit and lookup.hit > lookup.in_memory:
                 tokens = (lookup.hit - lookup.in_memory) * self._local.chunk_tokens
-                self._policy.was_read(tokens, time.monotonic() - lookup.read_since)
+                self._policy.was_read(tokens, lookup.read_s)
         return lookup.hit
 
 
@@ -163,3 +165,6 @@ class _LookUp:
     hit: int | None = None  # chunks
     in_memory: int = 0  # chunks, before other tiers were read
     read_since: float | None = None  # by the monotonic clock
+    # Until it was last asked for and not read yet. A request in a queue is not asked for, and what
+    # was read meanwhile has cost it nothing.
+    read_s: float = 0.0

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HitEnds"]
 
-# What a question may have, with an answer or a template before it; at least one chunk is left out.
-QUESTION_TOKENS = 256
+QUESTION_TOKENS = 256  # that a question may have, with an answer or a template before it
 LEAST_TOKENS = 128  # of a step that ends for it: a step takes as long with fewer
 
 
@@ -70,7 +69,9 @@ class HitEnds:
         size = self._chunk_tokens
         last = request.num_prompt_tokens // size * size
         step = -(-LEAST_TOKENS // size) * size
-        question = range(last - max(1, QUESTION_TOKENS // step) * step, last, step)
+        # Behind the last whole chunk there may be room for the question: a step less.
+        first = (request.num_prompt_tokens - QUESTION_TOKENS) // size * size
+        question = range(last - step, first - 1, -step)
         ends = {request.shared_prefix_boundary, shared, *question}
         kept = {
             window: self._kept_chunks((*ends, last), last, window)

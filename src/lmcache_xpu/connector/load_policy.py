@@ -36,7 +36,7 @@ LoadMode = Literal["step", "async", "computed"]
 # Tokens of a step from which on they decide how long it takes, and up to which the weights do.
 MANY_TOKENS, FEW_TOKENS = 512, 128
 NEWEST = 0.25  # what the newest measurement counts in a mean
-SMALL_STEPS = 32  # the last so many are remembered
+SMALL_STEPS, READS = 32, 5  # the last so many are remembered
 STEPS_AHEAD = 8  # steps that vLLM schedules before the first has ended, at most
 # So many hits are computed before one is loaded again: a disk may have become faster.
 COMPUTED_IN_TURN = 16
@@ -79,7 +79,7 @@ class LoadPolicy:
         self._steps: deque[_Step] = deque(maxlen=STEPS_AHEAD)
         self._ended_s = 0.0  # when the last step did
         self._loaded_per_s: float | None = None
-        self._read_per_s: float | None = None
+        self._reads: deque[float] = deque(maxlen=READS)  # seconds for a token
         self._small_steps_s: deque[float] = deque(maxlen=SMALL_STEPS)
         self._large_tokens = self._large_s = 0.0  # of large steps, older ones counting less
         self._after_large = False  # the last step was one
@@ -189,13 +189,14 @@ class LoadPolicy:
 
     def reads(self, tokens: int) -> bool:
         """Whether to read tokens from a disk or a shared tier into memory, and not compute them."""
-        if self.loads != "auto" or self._read_per_s is None or not self._knows_steps:
+        if self.loads != "auto" or not self._reads or not self._knows_steps:
             return True
-        return tokens / self._read_per_s <= self._step_s(tokens) or not self._again()
+        reading_s = tokens * statistics.median(self._reads)
+        return reading_s <= self._step_s(tokens) or not self._again()
 
     def was_read(self, tokens: int, seconds: float) -> None:
-        """Take how long a read from a disk or a shared tier took."""
-        self._read_per_s = _mean(self._read_per_s, tokens / seconds)
+        """Take how long a read from a disk or a shared tier took, at least."""
+        self._reads.append(seconds / tokens)
 
     def _again(self) -> bool:
         """Whether one more request is computed that could be loaded."""
