@@ -48,7 +48,7 @@ bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machi
 	@$(BIN)/python measurements/cpu_connectors.py
 	@$(BIN)/python measurements/cpu_engine.py
 
-alarms: setup ## Whether verify calls right bytes wrong, on CPU: [COUNT=100] times all its cases
+alarms: setup ## Whether verify calls right bytes wrong, on CPU: [COUNT=100] times
 	@$(BIN)/python measurements/verify_alarms.py --count $(or $(COUNT),100)
 
 ##@ Test
