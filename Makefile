@@ -48,9 +48,6 @@ bench: setup ## The connectors and the demo's engine on CPU; needs a quiet machi
 	@$(BIN)/python measurements/cpu_connectors.py
 	@$(BIN)/python measurements/cpu_engine.py
 
-alarms: setup ## Whether verify calls right bytes wrong, on CPU: [COUNT=100] times
-	@$(BIN)/python measurements/verify_alarms.py --count $(or $(COUNT),100)
-
 ##@ Test
 
 # Parts that `make test` leaves out, or has with others; `lmcache` is LMCACHE=... beside this vLLM.
@@ -129,4 +126,4 @@ helm-docs: setup ## Renew the chart's schema and the tables of its README
 lock: setup ## Renew constraints.txt from pyproject.toml: [UPGRADE=1] all of it
 	@$(PYTHON) scripts/bootstrap.py --lock $(if $(UPGRADE),--upgrade)
 
-.PHONY: help setup demo clean up up-cpu logs down loadtest loadtest-compare capacity bench alarms test matrix integration fuzz nightly contract test-containers helm-check check fmt docs helm-docs lock
+.PHONY: help setup demo clean up up-cpu logs down loadtest loadtest-compare capacity bench test matrix integration fuzz nightly contract test-containers helm-check check fmt docs helm-docs lock
