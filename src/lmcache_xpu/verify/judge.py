@@ -156,7 +156,7 @@ class Judge:
                 result.failed += asked.external
                 continue
             result.hit += asked.external
-            tokens = min(asked.cached, _common(pair.stored.prompt, asked.prompt))
+            tokens = min(_kept(asked), _common(pair.stored.prompt, asked.prompt))
             compared, different = differences(self._facts, pair.stored.blocks, asked.blocks, tokens)
             result.compared += compared
             result.different += different
@@ -169,7 +169,8 @@ class Judge:
         asked, stored = pair.asked, pair.stored
         ends = [*(end for end in stored.ends if end <= asked.cached), *asked.ends]
         expected = self._recompute(self._plain, asked.prompt, ends)
-        compared, different = differences(self._facts, expected.blocks, asked.blocks)
+        tokens = _kept(asked) if _kept(asked) < asked.cached else None
+        compared, different = differences(self._facts, expected.blocks, asked.blocks, tokens)
         different += _token(expected.answer, asked.answer)
         if different and not self._is_repeated(pair):
             result.note = NOT_REPEATED
@@ -222,6 +223,11 @@ def do(child: Child, words: str, job: Callable[..., Any]) -> Any:
             "Try the same options with `vllm serve`.",
         )
     return answer
+
+
+def _kept(asked: Asked) -> int:
+    """Return the cached tokens that stay: of a whole hit the last one is computed anew, alone."""
+    return min(asked.cached, len(asked.prompt) - 1)
 
 
 def _common(first: list[int], second: list[int]) -> int:
