@@ -101,7 +101,7 @@ class ChunkStore:
             return self._index.now(count)
 
     def info(self, key: str) -> ChunkInfo | None:
-        """Meta and size of a chunk, or None; reads a page of a file once, if it is older."""
+        """Meta and size of a chunk, or None; reads a page of an earlier run's file, once."""
         return entry.info if (entry := self._entry(_name(key))) else None
 
     def put(
@@ -276,8 +276,8 @@ class ChunkStore:
             was_read = False
             if error.errno not in (errno.EIO, errno.ENOENT):
                 return None
-        with self._lock:
-            if self._index.get(name) is entry and not entry.key:
+        with self._lock:  # the directory may belong to another process once the store is closed
+            if self._held is not None and self._index.get(name) is entry and not entry.key:
                 if chunk is not None and _name(chunk[0]) == name:
                     self._index.identify(name, *chunk)
                 else:
