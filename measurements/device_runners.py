@@ -13,6 +13,7 @@ engine's own cache. Ends with 1 if a case failed.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -89,9 +90,11 @@ def compared(engine: Any, hits: ExternalHits, length: int) -> dict[str, Any]:
     before = hits.tokens
     warm = engine.written(prompt)
     hit = hits.tokens - before
-    blocks = min(cold.shape[1], hit // (length // (cold.shape[1] + 1)))
-    equal = (cold == warm)[:, :blocks].sum(dim=1).min()
-    return {"tokens": length, "hit": hit, "blocks": blocks, "equal": int(equal)}
+    size = engine.scheduler.block_size
+    both = [key for key in cold.keys() & warm.keys() if (key[1] + 1) * size <= hit]
+    layers = zip(*(map(operator.eq, cold[key], warm[key]) for key in both), strict=True)
+    equal = min(map(sum, layers), default=0)
+    return {"tokens": length, "hit": hit, "blocks": len(both), "equal": equal}
 
 
 def answers(engine: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -14,13 +14,13 @@ from lmcache_xpu.bench import machine_report
 from lmcache_xpu.bench.machine_report import MachineReport, Part, parts
 from lmcache_xpu.bench.redaction import Redactor
 from lmcache_xpu.cli import app
+from lmcache_xpu.verify.judge import Result as Case
 
 GOOD = Part(("print('device: cpu')",))
 
 
 def make(directory: Path, **environ: str) -> MachineReport:
-    figures = directory / "figures.json"
-    return MachineReport(directory / "r.md", "lmcache-xpu report", Redactor(environ), figures)
+    return MachineReport(directory / "r.md", "lmcache-xpu report", Redactor(environ), directory)
 
 
 class Lines(Console):
@@ -57,7 +57,7 @@ def test_parts_that_fail_are_entries_and_lose_no_other(tmp_path, monkeypatch):
 
 
 def test_the_file_is_there_from_the_start_and_has_the_figures(tmp_path):
-    path, figures = tmp_path / "r.md", tmp_path / "figures.json"
+    path, figures = tmp_path / "r.md", tmp_path / "now.json"
     look = f"""
 import json
 text = open({str(path)!r}).read()
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_the_program_and_leaves_what_was_measured(tmp_path, monkeypa
             super().terminate()
 
     report = make(tmp_path)
-    (tmp_path / "figures.json").write_text('{"exact": 1.0}')
+    (tmp_path / "b.json").write_text('{"exact": 1.0}')
     monkeypatch.setattr(machine_report.subprocess, "Popen", Program)
     with pytest.raises(KeyboardInterrupt):
         report.run({"b": Part(("import time; time.sleep(60)",)), "c": GOOD}, Lines())
@@ -117,19 +117,39 @@ def test_the_bench_is_a_command_that_exists(monkeypatch, tmp_path, quick):
     monkeypatch.setattr("lmcache_xpu.bench.runner.run", run)
     monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
     monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
-    figures = tmp_path / "figures.json"
-    [_, *words] = parts(figures, quick=quick, timeout_s=7)["bench"].words
+    [_, *words] = parts(tmp_path, quick=quick, timeout_s=7)["bench"].words
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert asked["engines"] == ["none", "ours"] + ["ours-layerwise"] * (not quick)
     assert asked["jobs"][:: 1 if quick else 5] == ["1024", "4 x (1024 + 128)"]
     assert asked["how"] == (1 if quick else 3, 7)
-    assert json.loads(figures.read_text())["machine"] == {"device": "cpu"}
+    assert json.loads((tmp_path / "bench.json").read_text())["machine"] == {"device": "cpu"}
+
+
+def test_what_verify_compared_is_in_the_file_as_it_was_written(monkeypatch, tmp_path):
+    """Engines alone are left out."""
+    cases = [Case("the same prompt, 255 tokens", 255, 224, compared=9, preemptions=1)]
+    cases.append(Case("files", different=["block 1 (token 16), group 0, layer model.layers.0"]))
+    monkeypatch.setattr("lmcache_xpu.launch.serve.built_for", lambda: "cpu")
+    monkeypatch.setattr("lmcache_xpu.verify.judge.verify", lambda *_, **__: cases)
+    monkeypatch.setattr("lmcache_xpu.bench.runner.machine", lambda: {"device": "cpu"})
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    [_, *words] = parts(tmp_path, quick=False, timeout_s=7)["verify"].words
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 1
+    report = make(tmp_path)
+    report.run({"verify": GOOD}, Lines())
+    head, _, block = (tmp_path / "r.md").read_text().rpartition("```json\n")
+    assert head.endswith("## Verify, for programs\n\n")
+    assert json.loads(block.removesuffix("```\n")) == json.loads(
+        (tmp_path / "verify.json").read_text()
+    )
+    assert '"outcome": "WRONG"' in block
 
 
 def test_the_command_writes_one_file(monkeypatch, tmp_path):
-    def stand_ins(figures, *, quick, timeout_s):
-        return {"machine": GOOD, "bench": Part((f"open({str(figures)!r}, 'w').write('{{}}')",))}
+    def stand_ins(directory, *, quick, timeout_s):
+        write = f"open({str(directory / 'bench.json')!r}, 'w').write('{{}}')"
+        return {"machine": GOOD, "bench": Part((write,))}
 
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(machine_report, "parts", stand_ins)

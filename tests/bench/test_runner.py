@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,22 +265,30 @@ class Worker:
     """As `_digests` sees it: two layers of 8 blocks."""
 
     def __init__(self) -> None:
-        self.model_runner = self
+        self.model_runner = self.compilation_config = self
         self.kv_caches = [torch.randn(8, 2, 4, 6), torch.randn(2, 8, 4, 6)]
+        self.static_forward_context = {
+            str(number): SimpleNamespace(kv_cache=cache)
+            for number, cache in enumerate(self.kv_caches)
+        }
+
+    def digests(self) -> torch.Tensor:
+        [digests] = _digests(self, [(["0", "another rank's", "1"], [1, 5])], 8)
+        return digests
 
 
 def test_digests_see_every_byte_and_its_place():
     worker = Worker()
-    before = _digests(worker, [1, 5], 8)
+    before = worker.digests()
     assert before.shape == (2, 2)
-    assert torch.equal(before, _digests(worker, [1, 5], 8))
+    assert torch.equal(before, worker.digests())
     assert not torch.equal(before[0], before[0].flip(0))
     worker.kv_caches[0][5, 1, 3, 5] += 1
-    after = _digests(worker, [1, 5], 8)
+    after = worker.digests()
     assert (before == after).tolist() == [[True, False], [True, True]]
     first, second = worker.kv_caches[1][0, 1, 0, :2].tolist()
     worker.kv_caches[1][0, 1, 0, :2] = torch.tensor([second, first])  # swapped
-    assert (after == _digests(worker, [1, 5], 8)).tolist() == [[True, True], [False, True]]
+    assert (after == worker.digests()).tolist() == [[True, True], [False, True]]
 
 
 @pytest.mark.engine

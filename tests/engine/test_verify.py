@@ -6,7 +6,6 @@ fault at a time, and without any before and after.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -70,13 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
         with start("plain") as child:
             do(child, "start", begin)
             judge = Judge(facts, child, start)
-            return {
-                fault: [
-                    judge.result(name, each)
-                    for name, each in itertools.groupby(of_fault, lambda pair: pair.case)
-                ]
-                for fault, of_fault in pairs.items()
-            }
+            return {fault: judge.results(of_fault) for fault, of_fault in pairs.items()}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=FAULTS.values())

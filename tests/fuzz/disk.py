@@ -56,8 +56,10 @@ class Disk(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
+        paths = {key: file_of(self.store, key) for key in self.chunks}
+        lengths = {key: path.stat().st_size for key, path in paths.items() if path.exists()}
         self.store = ChunkStore(self.path, self.chunks.limit, lock_seconds=0)
-        self.chunks.scan()
+        self.chunks.scan(lengths)
 
     def teardown(self) -> None:
         try:
@@ -129,8 +131,10 @@ class Disk(RuleBasedStateMachine):
             served = self.store.read(key, memoryview(buffer), lambda: False)
             if (served and before) or buffer != before:
                 raise MismatchError(f"{key}: read to memory that was taken back")
-            if self.chunks[key].fate == "gone":
+            if self.chunks[key].fate == "gone" or self.chunks[key].goes_when_read:
                 del self.chunks[key]
+            else:
+                self.chunks[key].is_read = True
             self.check()
 
     @rule(number=st.integers(0, 7))
@@ -140,7 +144,13 @@ class Disk(RuleBasedStateMachine):
 
     def look(self, key: str) -> None:
         """What is served is what was stored; what is damaged is found, and gone."""
-        chunk, info = self.chunks.get(key), self.store.info(key)
+        info = self.store.info(key)
+        if (chunk := self.chunks.get(key)) is not None:
+            if chunk.goes_when_read:
+                del self.chunks[key]
+                chunk = None
+            else:
+                chunk.is_read = True
         if (info is not None) != (chunk is not None):
             raise MismatchError(f"{key}: {info} is known; the model has {chunk}")
         if info is None:
@@ -184,8 +194,9 @@ class Disk(RuleBasedStateMachine):
         gone = sorted(self.chunks)[::2]
         if not self.store.remove_all(gone.__contains__):
             raise MismatchError("files are left")
+        self.chunks.read_headers()
         for key in gone:
-            del self.chunks[key]
+            self.chunks.pop(key, None)
         self.check()
 
     @rule(killed=st.booleans(), limit=st.sampled_from((0, 0, 0, ROOM, 2 * ROOM)))
@@ -245,7 +256,8 @@ class Disk(RuleBasedStateMachine):
             if key not in there:
                 del self.chunks[key]
         for key in sorted(there):
-            self.chunks.setdefault(key, Chunk(payloads[key], 0)).used = self.now
+            chunk = self.chunks.setdefault(key, Chunk(payloads[key], 0))
+            chunk.used, chunk.is_read = self.now, self.store.info(key) is not None
             self.store.touch([key])
         self.check()
 

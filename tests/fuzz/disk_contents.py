@@ -18,10 +18,15 @@ class Chunk:
     payload: bytes
     used: int
     fate: str = ""  # gone, unreadable from the header on, or from the payload on
+    is_read: bool = True  # its header, since the last start
 
     @property
     def size(self) -> int:
         return size_on_disk(len(self.payload))
+
+    @property
+    def goes_when_read(self) -> bool:
+        return not self.is_read and self.fate in ("gone", "header")
 
 
 class Contents(dict[str, Chunk]):
@@ -39,11 +44,23 @@ class Contents(dict[str, Chunk]):
     def whole(self) -> list[str]:
         return [key for key, chunk in sorted(self.items()) if not chunk.fate]
 
-    def scan(self) -> None:
-        """What a store that opens makes of the files: it reads headers and lengths."""
-        for key in [key for key, chunk in self.items() if chunk.fate in ("gone", "header")]:
-            del self[key]
+    def scan(self, lengths: dict[str, int]) -> None:
+        """What a store that opens makes of the files, by their lengths."""
+        for key, chunk in list(self.items()):
+            if (length := lengths.get(key, 0) - HEADER) < 0:
+                del self[key]
+                continue
+            chunk.is_read = False
+            if length != len(chunk.payload):
+                chunk.payload = bytes(length)
         self.evict(0)
+
+    def read_headers(self) -> None:
+        """What a store makes of its files that reads all headers."""
+        for key in [key for key, chunk in self.items() if chunk.goes_when_read]:
+            del self[key]
+        for chunk in self.values():
+            chunk.is_read = True
 
     def evict(self, need: int) -> bool:
         """The least recently used, until there is room."""

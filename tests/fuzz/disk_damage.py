@@ -14,6 +14,8 @@ KINDS = (3, 0, 1, 2, 4, 5)
 def damage(file: Path, size: int, kind: int, at: int, others: list[Path]) -> str:
     """One bit flips, a file is cut or zeroed or goes, or another chunk's takes its place.
 
+    The file keeps its times, as when a disk damages it.
+
     Args:
         file: of a chunk.
         size: of its payload.
@@ -27,26 +29,25 @@ def damage(file: Path, size: int, kind: int, at: int, others: list[Path]) -> str
     if kind == 0:
         file.unlink()
         return "gone"
+    times, fate = file.stat(), "header"
     if kind == 1:
         os.truncate(file, HEADER + at % size if size else at % HEADER)
-        return "header"
-    if kind == 2:
+    elif kind == 2:
         _flip(file, at % HEADER)
-        return "header"
-    if kind == 3 and size:
+    elif kind == 3 and size:
         _flip(file, HEADER + at % size)
-        return "payload"
-    if kind == 4 and others:
-        shutil.copy2(others[at % len(others)], file)
-        return "header"
-    if kind == 5:
+        fate = "payload"
+    elif kind == 4 and others:
+        shutil.copy(others[at % len(others)], file)
+    elif kind == 5:
         file.write_bytes(bytes(HEADER + size))
-        return "header"
-    return ""
+    else:
+        fate = ""
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return fate
 
 
 def _flip(file: Path, at: int) -> None:
-    raw, times = bytearray(file.read_bytes()), file.stat()
+    raw = bytearray(file.read_bytes())
     raw[at] ^= 1 << at % 8
     file.write_bytes(raw)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -51,22 +51,18 @@ def _(put: Any) -> Any:
     return wrong
 
 
-@fault("a scan takes files that were cut", "disk", chunk_store, "scan_chunk")
+@fault("files that were cut are taken after a restart", "disk", chunk_store, "identify_chunk")
 def _(_: Any) -> Any:
     def wrong(path: Any) -> Any:
         header = chunk_file._parse(path.read_bytes()[: chunk_file.HEADER_BYTES])
-        return header and (header.key, header.info, path.stat().st_mtime_ns)
+        return header and (header.key, header.info)
 
     return wrong
 
 
-@fault("a restart forgets when chunks were used", "disk", chunk_store, "scan_chunk")
-def _(scan: Any) -> Any:
-    def wrong(path: Any) -> Any:
-        result = scan(path)
-        return result and (result[0], result[1], 0)
-
-    return wrong
+@fault("a restart forgets when chunks were used", "disk", ChunkIndex, "add_earlier")
+def _(add: Any) -> Any:
+    return lambda self, files: add(self, [(0, name, size) for _, name, size in files])
 
 
 @fault("what was used last goes first", "disk", ChunkIndex, "oldest")

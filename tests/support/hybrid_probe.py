@@ -201,11 +201,11 @@ def look(engine: Engine) -> dict[str, Any]:
     return report
 
 
-def break_loads(worker) -> None:
-    """From now on, half of each block that is loaded is zero."""
+def break_loads(worker: Any, groups: slice = slice(None), blocks: slice = slice(None)) -> None:
+    """From now on, half of each block that is loaded is zero; of these groups, or of a piece's."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    for copies in get_kv_transfer_group().worker_half.transfers.groups:
+    for copies in get_kv_transfer_group().worker_half.transfers.groups[groups]:
         for part in copies.parts:
 
             def load(
@@ -219,7 +219,7 @@ def break_loads(worker) -> None:
                 for piece in pieces:
                     rows = piece.rows.chunks(piece.chunks.start, piece.chunks.stop).engine
                     for (page,) in view.tensors:
-                        page[rows, :, :, : page.shape[-1] // 2] = 0
+                        page[rows[blocks], ..., : page.shape[-1] // 2] = 0
                 return done
 
             part.stager.load = load

@@ -30,6 +30,7 @@ from support.hybrid_probe import (
     STATES,
     TEXT_ALONE,
     Digests,
+    break_loads,
     wait_until_idle,
     watch,
     zero_all,
@@ -95,28 +96,6 @@ class Bytes:
 
 def prefix(tokens: list[int]) -> bytes:
     return hashlib.sha256(str(tokens).encode()).digest()
-
-
-def break_load(worker: Any) -> None:
-    """Let one block of each load that follows be zero."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    for part in get_kv_transfer_group().worker_half.transfers.groups[-1].parts:
-
-        def load(
-            pieces: Any,
-            *args: Any,
-            view: Any = part.stager.view,
-            real: Any = part.stager.load,
-            **options: Any,
-        ) -> Any:
-            done = real(pieces, *args, **options)
-            rows = pieces[0].rows.chunks(pieces[0].chunks.start, pieces[0].chunks.stop).engine
-            for (page,) in view.tensors:
-                page[rows[0]] = 0
-            return done
-
-        part.stager.load = load
 
 
 class Soak:
@@ -190,7 +169,7 @@ def soak(engine: Engine, wanted: argparse.Namespace) -> dict[str, Any]:
     run, begin = Soak(engine, wanted.seed), time.monotonic()
     engine.llm.collective_rpc(run.bytes.watch)
     if wanted.wrong:
-        engine.llm.collective_rpc(break_load)
+        engine.llm.collective_rpc(break_loads, args=(slice(-1, None), slice(1)))
     while run.requests < wanted.requests:
         run.run(min(ALONE_EACH, wanted.requests - run.requests))
         wait_until_idle(engine)

@@ -15,7 +15,7 @@ from support.servers import needs_server
 
 from lmcache_xpu.tiers import complaints, shared_l2, shared_values
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk, scan_chunk
+from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, identify_chunk, pack_chunk
 
 pytestmark = needs_server
 
@@ -121,7 +121,7 @@ def test_a_value_is_a_chunk_file(engine, server, tmp_path):
     engine().store([1])
     [name] = server.client.keys()
     (file := tmp_path / "chunk").write_bytes(server.client.get(name))
-    key, info, _ = scan_chunk(file)
+    key, info = identify_chunk(file)
     assert key == name.decode()
     assert info.payload_bytes == OBJECT
     assert ChunkLayout.parse(info.meta).size == OBJECT

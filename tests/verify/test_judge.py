@@ -87,6 +87,14 @@ def test_the_first_block_layer_and_group_that_differ_are_named(key, digests, wor
     assert result.different[0] == words
 
 
+@pytest.mark.parametrize(("block", "outcome"), [(3, Outcome.EXACT), (2, Outcome.WRONG)])
+def test_of_a_whole_hit_the_last_block_is_not_compared(block, outcome):
+    """Its last token is computed alone, and rounded otherwise than among others."""
+    whole = {"prompt": PROMPT[:64], "ends": [16, 32, 48, 64]}
+    pair = Pair("", asked(**whole), hit(**whole, blocks=with_block((0, block), [0, 0])))
+    assert judged(pair, asked(**whole)).outcome is outcome
+
+
 def test_other_tokens_after_exact_blocks_are_wrong():
     """As after a load that came behind the step that read it."""
     result = judged(Pair("", asked(), hit(answer=[7, 0, 9])), asked(), asked())

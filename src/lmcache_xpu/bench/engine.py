@@ -23,7 +23,7 @@ import torch
 from lmcache_xpu.launch.cache_server import PAGES, PROGRAM, server_command, start_server
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.model.kv_cache_groups import block_tokens
+from lmcache_xpu.model.kv_cache_groups import block_tokens, is_recurrent
 
 Hits = Literal["tier", "own cache", "none"]
 # Digests of a request's blocks, by KV cache group and place in the prompt: of each tensor of each
@@ -118,28 +118,17 @@ class Engine:
         """Zero the engine's KV cache."""
         self._llm.collective_rpc(_zero)
 
-    def written(self, prompt: list[int]) -> torch.Tensor:
-        """Return digests of a prompt's blocks, in order, without the last one.
+    def written(self, prompt: list[int]) -> Blocks:
+        """Compute a prompt; return digests of its blocks, but for the one of its last token.
 
-        In the last block a hit computes a token anew, which may be rounded otherwise.
-
-        Returns:
-            `[ranks * layers, blocks]`, all layers of the first rank before those of the next.
+        That one a hit computes anew, which may be rounded otherwise.
         """
-        self.add(prompt, 2)
-        scheduler = self.scheduler
-        digests: torch.Tensor | None = None
+        name, blocks = self.add(prompt, 2), Blocks()
         while self._engine.has_unfinished_requests():
             outputs = self.step()
-            if outputs and not outputs[0].finished and digests is None:
-                (request,) = scheduler.requests
-                blocks = scheduler.kv_cache_manager.get_block_ids(request)[0]
-                size = len(prompt) // (len(prompt) // scheduler.block_size)
-                ids = blocks[: len(prompt) // size - 1]
-                count = scheduler.kv_cache_config.num_blocks
-                digests = torch.cat(self._llm.collective_rpc(_digests, args=(ids, count)))
-        assert digests is not None
-        return digests
+            if outputs and not outputs[0].finished and not blocks:
+                blocks = self.blocks(name, len(prompt) - 1)
+        return blocks
 
     def blocks(
         self,
@@ -165,7 +154,7 @@ class Engine:
                 layers = config.kv_cache_groups[number].layer_names
                 wanted.append((number, list(held), layers, list(held.values())))
         args = ([each[2:] for each in wanted], config.num_blocks)
-        ranks = self._llm.collective_rpc(_group_digests, args=args) if wanted else []
+        ranks = self._llm.collective_rpc(_digests, args=args) if wanted else []
         blocks: Blocks = {}
         for at, (number, places, *_) in enumerate(wanted):
             columns = torch.cat([rank[at] for rank in ranks]).T.tolist()
@@ -175,7 +164,7 @@ class Engine:
     def states(self) -> set[int]:
         """Return the numbers of the groups whose blocks hold states."""
         groups = self.scheduler.kv_cache_config.kv_cache_groups
-        return {n for n, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "MambaSpec"}
+        return {n for n, group in enumerate(groups) if is_recurrent(group.kv_cache_spec)}
 
     def layers(self) -> list[list[str]]:
         """Return, by KV cache group, the layers that the digests of `blocks` are of, in order."""
@@ -212,7 +201,7 @@ def _layers(worker: Any, groups: Sequence[list[str]]) -> list[list[str]]:
     return [[name for name, _ in _caches(worker, names)] for names in groups]
 
 
-def _group_digests(
+def _digests(
     worker: Any, groups: Sequence[tuple[list[str], list[int]]], count: int
 ) -> list[torch.Tensor]:
     """Return, by group, `[tensors, blocks]` digests of the layers that this rank has."""
@@ -223,14 +212,11 @@ def _group_digests(
     ]
 
 
-def _digests(worker: Any, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Return a number per layer and block that depends on every byte and its place."""
-    synchronize()
-    return torch.stack([_rows(cache, ids, count) for cache in worker.model_runner.kv_caches])
-
-
 def _rows(cache: torch.Tensor, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Return a number per block; one of vLLM's blocks may be several of a kernel's."""
+    """Return a number per block that depends on every byte and its place.
+
+    One of vLLM's blocks may be several of a kernel's.
+    """
     dimension = next(d for d, size in enumerate(cache.shape) if size and size % count == 0)
     moved = cache.movedim(dimension, 0)
     blocks = moved.reshape(count, -1, *moved.shape[1:])
@@ -269,8 +255,9 @@ def main() -> None:
 def _do_jobs(settings: Settings, hits: Any, descriptor: int) -> None:
     connection: Connection[Any, Callable[[Engine], Any]] = Connection(descriptor)
     os.set_inheritable(descriptor, False)
-    # Without offload a server is for LMCache's own connector to it, whose variant names one.
-    if settings.is_server if settings.offload else settings.cache == "server":
+    # Without offload a server is for LMCache's own connector to it, whose arguments name one.
+    named = any(SERVER_URL in word for word in settings.extra_args)
+    if settings.is_server if settings.offload else named:
         command = server_command if settings.offload else lmcache_server
         settings = at_server(settings, start_server(settings, command))  # ends with this process
     os.environ.update(

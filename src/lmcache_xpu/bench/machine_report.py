@@ -48,15 +48,18 @@ class Outcome:
     output: str = ""
 
 
-def parts(figures: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
-    """Return all parts by name, the quickest first; `bench` writes the file `figures`.
+def parts(directory: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
+    """Return all parts by name, the quickest first; some write a file NAME.json to a directory.
 
     With `quick` there are fewer requests, each once, and the standard mode alone. An engine may
     take `timeout_s` seconds to start, and for each answer.
     """
     shape = shape_named(default_name())
-    bench = ["bench", "engine", "--shape", shape.name, "--json", str(figures)]
-    bench += ["--timeout-s", f"{timeout_s:.0f}", "--variant", "none", "--variant", "ours"]
+    verify, bench = (
+        [*words, "--timeout-s", f"{timeout_s:.0f}", "--json", str(directory / f"{words[0]}.json")]
+        for words in (["verify"], ["bench", "engine", "--shape", shape.name])
+    )
+    bench += ["--variant", "none", "--variant", "ours"]
     if quick:
         first, *_, last = shape.requests
         bench += ["--repeats", "1", "--row", first, "--row", last]
@@ -65,16 +68,17 @@ def parts(figures: Path, *, quick: bool, timeout_s: float) -> dict[str, Part]:
     return {
         "machine": Part((MACHINE,)),
         "doctor": Part((COMMAND, "doctor")),
+        "verify": Part((COMMAND, *verify), None),
         "bench": Part((COMMAND, *bench), None),
     }
 
 
 class MachineReport:
-    """The file, written anew before and after each part; `figures` is a file that a part writes."""
+    """The file, written anew before and after each part; parts write theirs to a directory."""
 
-    def __init__(self, path: Path, command: str, redact: Redactor, figures: Path) -> None:
+    def __init__(self, path: Path, command: str, redact: Redactor, directory: Path) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self._path, self._command, self._redact, self._figures = path, command, redact, figures
+        self._path, self._command, self._redact, self._directory = path, command, redact, directory
 
     def run(self, parts: Mapping[str, Part], console: Console) -> bool:
         """Run all parts, and show a line for each that has ended; return whether all is well."""
@@ -117,10 +121,11 @@ class MachineReport:
         for name, outcome in self.outcomes.items():
             text = self._redact(outcome.output) or f"{outcome.word}."
             lines += ["", f"## {name.capitalize()}", "", *_fenced(text)]
-        with suppress(OSError, ValueError):  # it is not there yet
-            figures = self._redact(json.loads(self._figures.read_text()))
-            block = json.dumps(figures, indent=1, ensure_ascii=False)
-            lines += ["", "## Figures, for programs", "", *_fenced(block, "json")]
+        for name in self.outcomes:
+            with suppress(OSError, ValueError):  # it is not there yet, or never will be
+                page = self._redact(json.loads((self._directory / f"{name}.json").read_text()))
+                block = json.dumps(page, indent=1, ensure_ascii=False)
+                lines += ["", f"## {name.capitalize()}, for programs", "", *_fenced(block, "json")]
         return "\n".join([*lines, ""])
 
 

@@ -79,7 +79,6 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
         Variant(
             name="lmcache-server",
             title="LMCache, server",
-            settings={"cache": "server"},
             connector={
                 "kv_connector": "LMCacheMPConnector",
                 "kv_connector_extra_config": {"lmcache.mp.server_urls": SERVER_URL},

@@ -24,10 +24,9 @@ def report(
 ) -> None:
     """Check and measure this machine; write one file to send to this project.
 
-    Runs doctor, compares bytes that a real engine stores and loads, and times hits. Nothing is
-    downloaded or sent. Values, paths and addresses that are not listed as harmless are hidden. The
-    file is written after each part, so an interrupted report is one, too. Exits with 1 when a part
-    fails.
+    Runs doctor and verify, and times hits. Nothing is downloaded or sent. Values, paths and
+    addresses that are not listed as harmless are hidden. The file is written after each part, so an
+    interrupted report is one, too. Exits with 1 when a part fails.
     """
     from lmcache_xpu.bench.machine_report import MachineReport, parts
     from lmcache_xpu.bench.redaction import Redactor
@@ -40,10 +39,12 @@ def report(
     console = Console(highlight=False, markup=False, soft_wrap=True)
     command = f"lmcache-xpu report{' --quick' if quick else ''}"
     with tempfile.TemporaryDirectory() as directory:
-        figures = Path(directory) / "figures.json"
-        document = MachineReport(path, command, Redactor.of_this_machine(), figures)
-        console.print(f"Writing {path}; three parts, of which the last one starts engines.")
-        well = document.run(parts(figures, quick=quick, timeout_s=timeout_s), console)
+        document = MachineReport(path, command, Redactor.of_this_machine(), Path(directory))
+        programs = parts(Path(directory), quick=quick, timeout_s=timeout_s)
+        console.print(
+            f"Writing {path}; {len(programs)} parts, of which the last two start engines."
+        )
+        well = document.run(programs, console)
     console.print(f"Read {path}, then attach it to an issue: docs/guides/send-a-report.md")
     raise typer.Exit(0 if well else 1)
 

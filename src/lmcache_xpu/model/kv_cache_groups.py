@@ -114,6 +114,11 @@ def layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
     return list(spec.kv_cache_specs.values()) if uniform else [spec]
 
 
+def is_recurrent(spec: KVCacheSpec) -> bool:
+    """Whether blocks hold a state each, not keys and values."""
+    return type(spec).__name__ == _STATE
+
+
 def check_states(spec: KVCacheSpec) -> None:
     """Raise `LayoutError` for layers that keep one state for several tokens."""
     if (tokens := vllm.tokens_per_state(spec)) != 1:
@@ -123,7 +128,7 @@ def check_states(spec: KVCacheSpec) -> None:
 def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
     """Return the tokens at the end of a hit that a layer needs, and whether it keeps a state."""
     kind = type(spec).__name__
-    if kind == _STATE:
+    if is_recurrent(spec):
         if (mode := getattr(spec, "mamba_cache_mode", "none")) not in _KEPT_STATES:
             raise LayoutError(
                 f"states that vLLM does not keep (mamba_cache_mode={mode})",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,30 +37,25 @@ class Asked:
         return self.own + self.external
 
 
-class Promises:
-    """Tokens that a connector promised to load, by request; told by vLLM's call of the connector.
+@contextmanager
+def promised(connector: Any) -> Iterator[dict[str, int]]:
+    """Yield the tokens that a connector promises to load, by request, as vLLM tells it.
 
     A request that is preempted keeps the first promise.
     """
+    promises: dict[str, int] = {}
+    if connector is None:
+        yield promises
+        return
+    real = connector.update_state_after_alloc
 
-    def __init__(self, engine: Engine) -> None:
-        self.tokens: dict[str, int] = {}
-        self._connector: Any = engine.scheduler.connector
+    def update(request: Any, blocks: Any, tokens: int, *args: Any) -> Any:
+        promises.setdefault(request.request_id.partition("-")[0], tokens)
+        return real(request, blocks, tokens, *args)
 
-    def __enter__(self) -> dict[str, int]:
-        if self._connector is not None:
-            real = self._connector.update_state_after_alloc
-
-            def update(request: Any, blocks: Any, tokens: int, *args: Any) -> Any:
-                self.tokens.setdefault(request.request_id.partition("-")[0], tokens)
-                return real(request, blocks, tokens, *args)
-
-            self._connector.update_state_after_alloc = update
-        return self.tokens
-
-    def __exit__(self, *_: object) -> None:
-        if self._connector is not None:
-            del self._connector.update_state_after_alloc
+    connector.update_state_after_alloc = update
+    yield promises
+    del connector.update_state_after_alloc
 
 
 def ask(
@@ -81,7 +77,7 @@ def ask(
     all_asked = [Asked(prompt) for prompt in prompts]
     running = {engine.add(asked.prompt, ANSWER): asked for asked in all_asked}
     names = list(running)
-    with Promises(engine) as promises:
+    with promised(scheduler.connector) as promises:
         while running:
             if ends:
                 request = engine.request(names[0])

@@ -72,9 +72,9 @@ class Facts:
         return min(self.longest, self.tokens // 2)
 
 
-def begin(engine: Engine) -> Facts:
-    """Let prompts be none of an earlier run, which a disk may hold; return the engine's facts."""
-    engine.numbers.seed(os.urandom(16))
+def begin(engine: Engine, seed: int | None = None) -> Facts:
+    """Let prompts be a seed's, or none of an earlier run, which a disk may hold; return facts."""
+    engine.numbers.seed(os.urandom(16) if seed is None else seed)
     return facts(engine)
 
 
@@ -111,19 +111,17 @@ def hit(engine: Engine, case: Case) -> Pair:
     Where the hit ends inside a block, that is found out first with another prompt.
     """
     block = facts(engine).block
-    every = range(block, case.stored, block)
-    pair = _hit(engine, case, every, block)
-    if pair.asked.cached in (0, *pair.stored.ends):
-        return pair
-    return _hit(engine, case, sorted({*every, pair.asked.cached}), block)
-
-
-def _hit(engine: Engine, case: Case, ends: Sequence[int], block: int) -> Pair:
-    prompt = engine.prompt(case.stored)
-    question = prompt[: case.shared or case.stored] + engine.prompt(case.new)
-    # And one token more: the last of a hit is computed alone, which rounds otherwise.
-    own = prompt[: case.own * block + 1] if case.own else []
-    return _stored_and_asked(engine, case.name, prompt, question, ends, own=own, kept=case.kept)
+    ends = [*range(block, case.stored, block)]
+    for _ in range(2):
+        prompt = engine.prompt(case.stored)
+        question = prompt[: case.shared or case.stored] + engine.prompt(case.new)
+        # And one token more: the last of a hit is computed alone, which rounds otherwise.
+        own = prompt[: case.own * block + 1] if case.own else []
+        pair = _stored_and_asked(engine, case.name, prompt, question, ends, own, kept=case.kept)
+        if pair.asked.cached in (0, *pair.stored.ends):
+            break
+        ends = sorted({*ends, pair.asked.cached})
+    return pair
 
 
 def _stored_and_asked(
@@ -132,8 +130,8 @@ def _stored_and_asked(
     prompt: list[int],
     question: list[int],
     ends: Sequence[int],
+    own: Sequence[int] = (),
     *,
-    own: list[int],
     kept: bool,
 ) -> Pair:
     """Store a prompt and ask its like; `own` is asked in between, and vLLM's own cache has it."""
@@ -142,7 +140,7 @@ def _stored_and_asked(
     if not kept:
         clean(engine)
     if own:
-        ask(engine, [own], ends)
+        ask(engine, [[*own]], ends)
     [asked] = ask(engine, [question], ends)
     return Pair(name, stored, asked)
 
@@ -218,10 +216,8 @@ def twice(engine: Engine, prompts: Sequence[list[int]], *, kept: bool = False) -
     """Ask each prompt twice; in between vLLM's own cache is kept, or not."""
     block = facts(engine).block
     return [
-        _stored_and_asked(
-            engine, "", prompt, prompt, range(block, len(prompt), block), own=[], kept=kept
-        )
-        for prompt in prompts
+        _stored_and_asked(engine, "", each, each, range(block, len(each), block), kept=kept)
+        for each in prompts
     ]
 
 

@@ -67,10 +67,7 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
     stored: list[Asked] = []
     with start("connector") as child:
         facts: Facts = do(child, "start", cases.begin)
-        pairs: list[Pair] = [
-            do(child, case.name, partial(cases.hit, case=case)) for case in cases.cases(facts)
-        ]
-        pairs += do(child, "many at once", cases.crowd)
+        pairs = all_cases(child, facts)
         if restart:
             stored = do(child, "store", partial(cases.store, count=RESTARTED))
     if stored:
@@ -84,8 +81,14 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
                 pairs += do(child, name, job)
     with start("plain") as child:
         do(child, "start without the connector", cases.begin)
-        judge = Judge(facts, child, start)
-        return [judge.result(name, each) for name, each in groupby(pairs, lambda pair: pair.case)]
+        return Judge(facts, child, start).results(pairs)
+
+
+def all_cases(child: Child, facts: Facts) -> list[Pair]:
+    """Ask an engine with the connector all that one engine can be asked."""
+    one_by_one = [partial(cases.hit, case=case) for case in cases.cases(facts)]
+    pairs: list[Pair] = [do(child, job.keywords["case"].name, job) for job in one_by_one]
+    return pairs + list(do(child, "many at once", cases.crowd))
 
 
 def acquit(start: Start) -> list[Result]:
@@ -137,6 +140,10 @@ class Judge:
         self._facts, self._plain, self._start = facts, plain, start
         self._repeats: bool | None = None
 
+    def results(self, pairs: Iterable[Pair]) -> list[Result]:
+        """Return the results of all cases."""
+        return [self.result(name, each) for name, each in groupby(pairs, lambda pair: pair.case)]
+
     def result(self, name: str, pairs: Iterable[Pair]) -> Result:
         """Return the result of a case's pairs."""
         result = Result(name)
@@ -149,7 +156,7 @@ class Judge:
                 result.failed += asked.external
                 continue
             result.hit += asked.external
-            tokens = min(asked.cached, _common(pair.stored.prompt, asked.prompt))
+            tokens = min(_kept(asked), _common(pair.stored.prompt, asked.prompt))
             compared, different = differences(self._facts, pair.stored.blocks, asked.blocks, tokens)
             result.compared += compared
             result.different += different
@@ -162,7 +169,8 @@ class Judge:
         asked, stored = pair.asked, pair.stored
         ends = [*(end for end in stored.ends if end <= asked.cached), *asked.ends]
         expected = self._recompute(self._plain, asked.prompt, ends)
-        compared, different = differences(self._facts, expected.blocks, asked.blocks)
+        tokens = _kept(asked) if _kept(asked) < asked.cached else None
+        compared, different = differences(self._facts, expected.blocks, asked.blocks, tokens)
         different += _token(expected.answer, asked.answer)
         if different and not self._is_repeated(pair):
             result.note = NOT_REPEATED
@@ -215,6 +223,11 @@ def do(child: Child, words: str, job: Callable[..., Any]) -> Any:
             "Try the same options with `vllm serve`.",
         )
     return answer
+
+
+def _kept(asked: Asked) -> int:
+    """Return the cached tokens that stay: of a whole hit the last one is computed anew, alone."""
+    return min(asked.cached, len(asked.prompt) - 1)
 
 
 def _common(first: list[int], second: list[int]) -> int:

@@ -17,7 +17,7 @@ def index() -> ChunkIndex:
     """Room for three entries; b is the oldest."""
     index = ChunkIndex(3 * SIZE)
     for used_ns, key in enumerate("bca"):
-        index.add(key, ChunkInfo("meta", PAYLOAD), used_ns)
+        index.add(key, ChunkInfo("meta", PAYLOAD), used_ns, key)
     return index
 
 
@@ -59,9 +59,8 @@ def test_chunks_of_a_clock_that_was_ahead_keep_their_order(index, monkeypatch, a
     monkeypatch.setattr(chunk_index.time, "time_ns", lambda: 10**18)
     for key in "abc":
         index.remove(key)
-    index.add_earlier(
-        [(key, ChunkInfo("meta", PAYLOAD), 10**18 + ahead + n) for n, key in enumerate("zxy")]
-    )
+    index.add_earlier([(10**18 + ahead + n, name, PAYLOAD) for n, name in enumerate("zxy")])
+    assert index.used_bytes == 3 * SIZE
     assert evicted(index, 3 * SIZE) == ["z", "x", "y"]
 
 
@@ -78,8 +77,20 @@ def test_whoever_watches_hears_of_what_is_there_and_of_each_change(index):
     index.watch(heard.append)
     assert sorted(heard) == ["a", "b", "c"]
     del heard[:]
-    index.add("b", ChunkInfo("meta", PAYLOAD), 5)
+    index.add("b", ChunkInfo("meta", PAYLOAD), 5, "b")
     index.remove("c")
     index.remove("c")
     assert heard == ["b", "b", "c"]
     assert (len(index), index.used_bytes) == (2, 2 * SIZE)
+
+
+def test_what_an_earlier_run_left_is_heard_of_once_it_has_a_key(index):
+    heard = []
+    index.watch(heard.append)
+    del heard[:]
+    index.add_earlier([(1, "name of d", PAYLOAD), (2, "name of e", PAYLOAD)])
+    index.identify("name of d", "d", ChunkInfo("meta", PAYLOAD))
+    assert index.get("name of d").info.meta == "meta"
+    index.remove("name of e")
+    index.remove("name of d")
+    assert heard == ["d", "d"]

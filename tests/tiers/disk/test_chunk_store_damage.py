@@ -41,12 +41,15 @@ def raising(number):
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_is_gone_after_a_restart(store, directory, damage):
+@pytest.mark.parametrize(
+    "ask", [load, lambda store, key: store.read(key, memoryview(bytearray(KIB)))]
+)
+def test_a_damaged_file_is_gone_once_it_is_asked_for_after_a_restart(store, directory, damage, ask):
     store.put("a", "", payload("a"))
     store.put("b", "", payload("b"))
     damage(file_of(store, "a"))
     again = reopened(store)
-    assert load(again, "a") is None
+    assert not ask(again, "a")
     assert load(again, "b") == payload("b")
     assert files(directory) == [file_of(store, "b")]
     assert again.counters["corrupt"] == 1
@@ -88,6 +91,7 @@ def test_a_chunk_under_another_ones_name_is_not_found_after_a_restart(store):
     file_of(store, "a").rename(file_of(store, "b"))
     again = reopened(store)
     assert "a" not in again
+    assert load(again, "b") is None
     assert "b" not in again
     assert again.counters["bytes"] == 0
     again.close()
@@ -102,12 +106,43 @@ def test_a_file_that_the_disk_cannot_read_is_a_miss_and_removed(store, directory
     assert (store.counters["errors"], store.counters["misses"]) == (1, 1)
 
 
-def test_a_file_that_a_start_cannot_read_is_removed(store, directory, monkeypatch):
+def test_an_earlier_run_s_file_that_the_disk_cannot_read_is_removed(store, directory, monkeypatch):
     store.put("a", "", payload("a"))
+    again = reopened(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", raising(errno.EIO))
+        assert load(again, "a") is None
+    assert (len(again), files(directory)) == (0, [])
+    again.close()
+
+
+def test_an_earlier_run_s_file_stays_if_this_process_is_at_fault(store, directory, monkeypatch):
+    store.put("a", "", payload("a"))
+    again = reopened(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", raising(errno.EMFILE))
+        assert load(again, "a") is None
+    assert load(again, "a") == payload("a")
+    again.close()
+
+
+def test_a_start_opens_no_file(store, monkeypatch):
+    for key in "abc":
+        store.put(key, f"meta of {key}", payload(key))
+    store.close()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", raising(errno.EIO))
         again = reopened(store)
-    assert (len(again), files(directory)) == (0, [])
+    assert [again.info(key) for key in "abc"] == [(f"meta of {key}", 3 * KIB) for key in "abc"]
+    again.close()
+
+
+def test_chunks_of_earlier_runs_are_removed_by_their_keys(store):
+    for key in "abc":
+        store.put(key, "", payload(key))
+    again = reopened(store)
+    assert again.remove_all("ac".__contains__)
+    assert [key for key in "abc" if key in again] == ["b"]
     again.close()
 
 
@@ -143,6 +178,7 @@ def test_a_header_whose_text_is_no_text_is_damage(store, directory):
     raw[crc_at : crc_at + 4] = zlib.crc32(raw[:HEADER_BYTES]).to_bytes(4, "little")
     file_of(store, "a").write_bytes(raw)
     again = reopened(store)
+    assert load(again, "a") is None
     assert (len(again), again.counters["corrupt"], files(directory)) == (0, 1, [])
     again.close()
 

@@ -197,10 +197,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self):
         for key in list(self.harmed):
-            length = HEADER_BYTES + len(self.model[key])
-            if file_of(self.store, key).stat().st_size != length:  # found by the scan
+            length = file_of(self.store, key).stat().st_size - HEADER_BYTES
+            if length < 0:
                 self.harmed.remove(key)
                 del self.model[key]
+            else:
+                self.model[key] = self.model[key][:length]
         self.store = reopened(self.store, self.limit)
 
     @invariant()

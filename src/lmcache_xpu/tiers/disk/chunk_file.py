@@ -3,7 +3,7 @@
     0       magic, version, header CRC, payload CRC, lengths, key, meta, zeros
     4096    payload
 
-The header comes first, so a scan reads one page per file. It is written last, so a file without its
+The header comes first, so one page tells whose a file is. It is written last, so a file without its
 payload has no header either.
 """
 
@@ -24,9 +24,9 @@ __all__ = [
     "HEADER_BYTES",
     "ChunkInfo",
     "disk_bytes",
+    "identify_chunk",
     "pack_chunk",
     "read_chunk",
-    "scan_chunk",
     "unpack_chunk",
     "write_chunk",
 ]
@@ -111,8 +111,8 @@ def read_chunk(
     return None if crc == header.crc else "its checksum does not match"
 
 
-def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
-    """Return key, info and time of last use; None if the header or the file's length is wrong.
+def identify_chunk(path: Path) -> tuple[str, ChunkInfo] | None:
+    """Return key and info of a file; None if the header or the file's length is wrong.
 
     Raises OSError if the file can't be opened or read.
     """
@@ -120,7 +120,7 @@ def scan_chunk(path: Path) -> tuple[str, ChunkInfo, int] | None:
         header, status = _parse(os.pread(file.fileno(), HEADER_BYTES, 0)), os.fstat(file.fileno())
     if header is None or status.st_size != HEADER_BYTES + header.info.payload_bytes:
         return None
-    return header.key, header.info, status.st_mtime_ns
+    return header.key, header.info
 
 
 def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:

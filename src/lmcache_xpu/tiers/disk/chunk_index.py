@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
 __all__ = ["ChunkIndex", "Entry"]
 
@@ -20,10 +20,11 @@ _PLANNED_NS = 60 * 10**9  # a prompt is stored within that, once it was looked u
 
 @dataclass(slots=True)
 class Entry:
-    """What the store knows of one chunk."""
+    """What the store knows of one chunk; of an earlier run's no key before its file is read."""
 
     info: ChunkInfo
     used_ns: int
+    key: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -32,7 +33,10 @@ class Entry:
 
 
 class ChunkIndex:
-    """Entries by key, within a size, least recently used first; not thread-safe."""
+    """Entries by the names of their files, within a size, least recently used first.
+
+    Not thread-safe.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes  # bound on the next two
@@ -45,50 +49,70 @@ class ChunkIndex:
         self._latest_ns = 0
         self._planned: dict[str, int] = {}  # times of last use of what is not stored yet
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+    def items(self) -> list[tuple[str, Entry]]:
+        """Return all names with their entries."""
+        return list(self._entries.items())
 
-    def get(self, key: str) -> Entry | None:
-        """Return the entry of `key`."""
-        return self._entries.get(key)
+    def get(self, name: str) -> Entry | None:
+        """Return the entry of a name."""
+        return self._entries.get(name)
 
     def watch(self, changed: Callable[[str], object]) -> None:
         """Call `changed` with every key now, and with a key whenever it comes or goes."""
         self._changed = changed
-        for key in self._entries:
-            changed(key)
+        for entry in self._entries.values():
+            self._tell(entry)
 
     def reserve(self, size_bytes: int) -> None:
         """Set room aside for a write under way; a size below 0 gives it back."""
         self.reserved_bytes += size_bytes
 
-    def add(self, key: str, info: ChunkInfo, used_ns: int) -> None:
-        """Add an entry, in place of one of this key."""
-        self.remove(key)
-        self._entries[key] = entry = Entry(info, used_ns)
-        heapq.heappush(self._by_age, (used_ns, key))
+    def add(self, name: str, info: ChunkInfo, used_ns: int, key: str = "") -> None:
+        """Add an entry, in place of one of this name."""
+        self.remove(name)
+        self._entries[name] = entry = Entry(info, used_ns, key)
+        heapq.heappush(self._by_age, (used_ns, name))
         self.used_bytes += entry.size_bytes
-        self._changed(key)
+        self._tell(entry)
 
-    def add_earlier(self, chunks: Iterable[tuple[str, ChunkInfo, int]]) -> dict[str, int]:
-        """Add chunks of earlier runs, as used no later than now: the clock may have been ahead.
+    def add_earlier(self, files: Iterable[tuple[int, str, int]]) -> dict[str, int]:
+        """Add files of earlier runs, as used no later than now: the clock may have been ahead.
+
+        Args:
+            files: times of last use, names, and bytes of the payload.
 
         Returns the times of last use that were changed for it.
         """
-        by_age, now, changed = sorted(chunks, key=lambda chunk: chunk[2]), self.now(), {}
-        for place, (key, info, used_ns) in enumerate(by_age):
-            latest = now - len(by_age) + place  # which keeps their order
+        sizes: dict[int, tuple[ChunkInfo, int]] = {}  # a million files have few
+        for used_ns, name, payload_bytes in files:
+            if (size := sizes.get(payload_bytes)) is None:
+                size = ChunkInfo("", payload_bytes), disk_bytes(payload_bytes)
+                sizes[payload_bytes] = size
+            info, size_bytes = size
+            used_ns = used_ns if size_bytes <= self.limit_bytes else 0
+            self._entries[name] = Entry(info, used_ns)
+            self._by_age.append((used_ns, name))
+            self.used_bytes += size_bytes
+        heapq.heapify(self._by_age)
+        changed, now = {}, self.now()
+        ahead = sorted(item for item in self._by_age if item[0] > now - len(self._by_age))
+        for latest, (used_ns, name) in enumerate(ahead, now - len(ahead)):  # keeps their order
             if used_ns > latest:
-                changed[key] = used_ns = latest
-            fits = disk_bytes(info.payload_bytes) <= self.limit_bytes
-            self.add(key, info, used_ns if fits else 0)
+                changed[name] = self._entries[name].used_ns = latest
+                heapq.heappush(self._by_age, (latest, name))
         return changed
+
+    def identify(self, name: str, key: str, info: ChunkInfo) -> None:
+        """Set what the file of an earlier run says of itself."""
+        entry = self._entries[name]
+        entry.key, entry.info = key, info
+        self._tell(entry)
 
     def now(self, count: int = 1) -> int:
         """Take times of last use for `count` chunks: this one, and each nanosecond before it.
@@ -98,26 +122,26 @@ class ChunkIndex:
         self._latest_ns = max(time.time_ns(), self._latest_ns + count)
         return self._latest_ns
 
-    def remove(self, key: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove an entry, if there is one."""
-        if entry := self._entries.pop(key, None):
+        if entry := self._entries.pop(name, None):
             self.used_bytes -= entry.size_bytes
-            self._changed(key)
+            self._tell(entry)
 
-    def mark(self, key: str, used_ns: int) -> bool:
+    def mark(self, name: str, used_ns: int) -> bool:
         """Set an entry's time of last use; False if there is none, and then it is for the next."""
-        self._planned.pop(key, None)
-        if entry := self._entries.get(key):
+        self._planned.pop(name, None)
+        if entry := self._entries.get(name):
             entry.used_ns = used_ns
             return True
-        self._planned[key] = used_ns
+        self._planned[name] = used_ns
         if len(self._planned) > _MOST_PLANNED:
             del self._planned[next(iter(self._planned))]
         return False
 
-    def planned(self, key: str, used_ns: int) -> int:
+    def planned(self, name: str, used_ns: int) -> int:
         """Take the time that `mark` has set before there was an entry; else return this one."""
-        planned_ns = self._planned.pop(key, used_ns)
+        planned_ns = self._planned.pop(name, used_ns)
         return planned_ns if planned_ns > used_ns - _PLANNED_NS else used_ns
 
     def fits(self, need_bytes: int) -> bool:
@@ -125,13 +149,17 @@ class ChunkIndex:
         return self.used_bytes + self.reserved_bytes + need_bytes <= self.limit_bytes
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return the time of last use and the key of what was used before all else."""
+        """Return the time of last use and the name of what was used before all else."""
         while self._by_age:
-            used_ns, key = self._by_age[0]
-            entry = self._entries.get(key)
+            used_ns, name = self._by_age[0]
+            entry = self._entries.get(name)
             if entry is not None and entry.used_ns == used_ns:
-                return used_ns, key
+                return used_ns, name
             heapq.heappop(self._by_age)
             if entry is not None:
-                heapq.heappush(self._by_age, (entry.used_ns, key))
+                heapq.heappush(self._by_age, (entry.used_ns, name))
         return None
+
+    def _tell(self, entry: Entry) -> None:
+        if entry.key:
+            self._changed(entry.key)

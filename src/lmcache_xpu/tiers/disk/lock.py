@@ -20,7 +20,8 @@ class DirectoryLock:
     """Holds `directory` from construction until `release`, through flock on it and on a file in it.
 
     The file names the last holder; versions before 0.2 lock it alone. The directory's mode becomes
-    0700. The path `held` leads to it, whatever the owner of a parent puts in its place.
+    0700. Its `descriptor`, and the path `held`, lead to it, whatever the owner of a parent puts in
+    its place.
 
     Waits some seconds for another holder, e.g. an engine that is shutting down. Raises OSError, and
     SettingsError if another holds it, or it or its lock file is a link or another user's.
@@ -35,7 +36,8 @@ class DirectoryLock:
         except BaseException:
             self.release()
             raise
-        self.held = Path(f"/proc/self/fd/{self._fds[0]}")
+        self.descriptor = self._fds[0]
+        self.held = Path(f"/proc/self/fd/{self.descriptor}")
 
     def release(self) -> None:
         """Let go; may be called twice."""
