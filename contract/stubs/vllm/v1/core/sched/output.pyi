@@ -20,3 +20,4 @@ class SchedulerOutput:
     num_scheduled_tokens: Any
     finished_req_ids: Any
     kv_connector_metadata: Any
+    new_block_ids_to_zero: list[int] | None
