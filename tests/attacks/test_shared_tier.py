@@ -42,7 +42,7 @@ class Slow(socketserver.StreamRequestHandler):
                 size = int(self.rfile.readline()[1:])
                 words.append(self.rfile.read(size + 2)[:-2])
             command = words[0].upper()
-            if command in (b"EXISTS", b"GET", b"SET", b"DEL"):
+            if command in (b"TOUCH", b"GET", b"SET", b"DEL"):
                 self.server.commands += 1
                 if self.server.over.wait(self.server.delays_s[command.decode()]):
                     return
@@ -60,8 +60,8 @@ def slow_server(delay_s, **delays_s):
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Slow) as server:
         server.daemon_threads, server.block_on_close = True, False
         server.connections, server.commands, server.over = 0, 0, threading.Event()
-        server.delays_s = dict.fromkeys(("EXISTS", "GET", "SET", "DEL"), delay_s) | delays_s
-        server.answers = {"EXISTS": [b":0\r\n"], "GET": [b"$-1\r\n"], "DEL": [b":0\r\n"]}
+        server.delays_s = dict.fromkeys(("TOUCH", "GET", "SET", "DEL"), delay_s) | delays_s
+        server.answers = {"TOUCH": [b":0\r\n"], "GET": [b"$-1\r\n"], "DEL": [b":0\r\n"]}
         server.between_s = 0
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -132,7 +132,7 @@ def test_an_answer_in_small_pieces_has_one_budget_and_frees_its_thread(monkeypat
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("slow", ["EXISTS", "SET"])
+@pytest.mark.parametrize("slow", ["TOUCH", "SET"])
 def test_a_store_has_a_budget(monkeypatch, slow):
     monkeypatch.setattr(shared_values, "ANSWER_S", 0.1)
     with slow_server(0, **{slow: 30}) as server, engine_of(server) as engine:

@@ -243,8 +243,7 @@ class ChunkStore:
 
         Reads a page of each file of earlier runs. One that can't be read counts as of the key "".
         """
-        for name, _ in self._index.items():
-            self._entry(name)
+        self._identify_all()
         with self._lock:  # the directory may belong to another process once the store is closed
             names = [name for name, entry in self._index.items() if is_meant(entry.key)]
             return self._held is not None and not [n for n in names if not self._remove(n)]
@@ -252,8 +251,9 @@ class ChunkStore:
     def watch(self, changed: Callable[[str], object]) -> None:
         """Call `changed` with each key now, and whenever it comes or goes, with the lock held.
 
-        A chunk of an earlier run comes when it is first asked for.
+        Reads a page of each file of earlier runs.
         """
+        self._identify_all()
         with self._lock:
             self._index.watch(changed)
 
@@ -263,6 +263,10 @@ class ChunkStore:
             if self._held is not None:
                 self._held.release()
                 self._held = None
+
+    def _identify_all(self) -> None:
+        for name, _ in self._index.items():
+            self._entry(name)
 
     def _entry(self, name: str) -> Entry | None:
         """Return a chunk's entry; one of an earlier run is identified by its header first."""

@@ -100,7 +100,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
         return self._begin_load(Task(self._loaded, len(keys)), keys, objects)
 
     def register_listener(self, listener: L2AdapterListener) -> None:
-        """Report each change, and what an earlier run left when it is first asked for."""
+        """Report the objects on the disk, and later each change."""
         super().register_listener(listener)
         self._store.watch(self._changed.append)
         self._report()
