@@ -49,6 +49,7 @@ WRONG = {
     "loads": "sometimes",
     "staging_mib": "-1",
     "cache": "elsewhere",
+    "tier_dtype": "int3",
     "server_url": "127.0.0.1:5555",
     "server_timeout_s": "0",
 }
