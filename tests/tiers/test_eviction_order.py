@@ -26,7 +26,26 @@ pytestmark = [
 PROMPTS, LONGEST, SMALL, LARGE = range(1, 5), 40, 24, 400  # chunks
 
 
-class Tiers(Asking):
+class Anywhere(Asking):
+    """A cache that is asked for what any tier has."""
+
+    def in_memory(self, prompt: int) -> set[int]:
+        objects = self.cache._storage._l1_manager._objects
+        keys = self.keys(prompt, LONGEST).by_group[0]
+        return {at for at, key in enumerate(keys) if key in objects}
+
+    def hit(self, prompt: int, count: int) -> int:
+        """Load what any tier has."""
+        keys, number = self.keys(prompt, count), next(self._numbers)
+        handle = self.cache.find(keys, count, in_memory=False)
+        until(lambda: self.hit_of(handle) is not None)
+        if hit := self.hits[handle]:
+            assert self.cache.locate(number, chunks(keys, 0, hit)).result()
+            self.cache.release(number)
+        return hit
+
+
+class Tiers(Anywhere):
     """A cache with room for so many chunks in memory and on disk."""
 
     def __init__(self, path: Path, memory: int, disk: int) -> None:
@@ -44,11 +63,6 @@ class Tiers(Asking):
 
     def on_disk(self, prompt: int) -> set[int]:
         return {at for at, name in enumerate(self.names(prompt)) if name in self.disk._store}
-
-    def in_memory(self, prompt: int) -> set[int]:
-        objects = self.cache._storage._l1_manager._objects
-        keys = self.keys(prompt, LONGEST).by_group[0]
-        return {at for at, key in enumerate(keys) if key in objects}
 
     def store(self, prompt: int, start: int, end: int) -> int:
         """Store chunks, and wait until the disk tier has taken or dropped them."""
@@ -69,13 +83,7 @@ class Tiers(Asking):
         return int(count["stored"] + count["dropped"] + self.disk._writes.dropped)
 
     def hit(self, prompt: int, count: int) -> int:
-        """Load what any tier has."""
-        keys, number = self.keys(prompt, count), next(self._numbers)
-        handle = self.cache.find(keys, count, in_memory=False)
-        until(lambda: self.hit_of(handle) is not None)
-        if hit := self.hits[handle]:
-            assert self.cache.locate(number, chunks(keys, 0, hit)).result()
-            self.cache.release(number)
+        hit = super().hit(prompt, count)
         self.disk._looks.submit(lambda: None).result(10)
         return hit
 
@@ -160,7 +168,7 @@ def test_a_hit_has_its_beginning_on_disk_and_its_end_in_memory(small_memory):
     assert tiers.in_memory(1) == set(range(20))
 
 
-class Shared(Asking):
+class Shared(Anywhere):
     """A cache with room for so many chunks in memory, and a server that other engines share."""
 
     def __init__(self, server: Server, memory: int) -> None:
@@ -177,26 +185,11 @@ class Shared(Asking):
     def in_server(self, prompt: int) -> set[int]:
         return {at for at, name in enumerate(self.names(prompt)) if self.server.exists(name)}
 
-    def in_memory(self, prompt: int) -> set[int]:
-        objects = self.cache._storage._l1_manager._objects
-        keys = self.keys(prompt, LONGEST).by_group[0]
-        return {at for at, key in enumerate(keys) if key in objects}
-
     def store(self, prompt: int, start: int, end: int) -> int:
         """Store chunks, and wait until the server has them."""
         stored = super().store(prompt, start, end)
         until(lambda: set(range(start, start + stored)) <= self.in_server(prompt))
         return stored
-
-    def hit(self, prompt: int, count: int) -> int:
-        """Load what any tier has."""
-        keys, number = self.keys(prompt, count), next(self._numbers)
-        handle = self.cache.find(keys, count, in_memory=False)
-        until(lambda: self.hit_of(handle) is not None)
-        if hit := self.hits[handle]:
-            assert self.cache.locate(number, chunks(keys, 0, hit)).result()
-            self.cache.release(number)
-        return hit
 
 
 @pytest.fixture(scope="module")
