@@ -11,6 +11,7 @@ import bisect
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -142,6 +143,15 @@ class GroupCopies:
         """Return the numbers of chunks whose blocks do not hold what a hit needs."""
         stored = (self.group.is_storable(ids, self._chunk_tokens) for ids in chunks)
         return [number for number, is_stored in enumerate(stored) if not is_stored]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Order copies behind what the current stream holds; after an error, wait for them."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                part.stager.follow_engine()
+                stack.enter_context(part.stager.whole())
+            yield
 
     def store(
         self, chunks: Sequence[list[int]], objects: Sequence[torch.Tensor]

@@ -221,9 +221,8 @@ class Moves:
             raise GivenUpError("overtaken")
         with self.enqueueing(), self._stream.current(), ExitStack() as stack:
             event.wait()
-            for part in itertools.chain.from_iterable(copies.parts for copies in self._groups):
-                part.stager.follow_engine()
-                stack.enter_context(part.stager.whole())
+            for copies in self._groups:
+                stack.enter_context(copies.copying())
             yield
 
     def _objects(self, memory: LentMemory, slots: ObjectSlots) -> list[list[torch.Tensor]]:

@@ -209,10 +209,8 @@ class StepLoads:
             raise TransferError("a load of states as its step begins", "one before it")
         done = list[Event]()
         with self._moves.enqueueing(), ExitStack() as stack:
-            for part in itertools.chain(*(self._groups[number].parts for number in states)):
-                part.stager.follow_engine()
-                stack.enter_context(part.stager.whole())
             for number in states:
+                stack.enter_context(self._groups[number].copying())
                 chunks = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
                 done += self._groups[number].load(chunks, located.objects[number])
         for event in done:
