@@ -9,18 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = [
-    "EngineError",
-    "HostMemoryError",
-    "LMCacheXPUError",
-    "LayoutError",
-    "SeamError",
-    "SettingsError",
-    "SlotError",
-    "TransferError",
-    "VersionError",
-]
-
 DOCS_URL = "https://example.com/lmcache-xpu"  # of the site; pyproject.toml says the same
 
 

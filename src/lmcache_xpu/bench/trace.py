@@ -26,8 +26,6 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 
-__all__ = ["POLICIES", "Request", "hit_tokens", "optimum", "plain_lru", "read", "tier", "tiers"]
-
 MOONCAKE_TOKENS, TIMED_TOKENS, AGENT_TOKENS = 512, 16, 64  # of a block
 NEXT_S, PAUSE_S = 60.0, 3600.0  # until the next session of a user, and at most until a request
 ROUND_S, TOKENS_PER_WORD = 30.0, 1.5  # of a conversation that says neither

@@ -131,7 +131,7 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
     if settings.disk_path is not None:
         config["storage_plugins"] = ["disk"]
         extra |= {
-            "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+            "storage_plugin.disk.module_path": "lmcache_xpu.tiers.stock_disk",
             "storage_plugin.disk.class_name": "DiskTier",
             "disk.path": str(settings.disk_path),
             "disk.gib": settings.disk_gib,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +28,7 @@ from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
     from vllm.v1.kv_offload.base import OffloadingSpec
-
-__all__ = ["DiskTier"]
 
 _DRAIN_SECONDS = 10.0
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else

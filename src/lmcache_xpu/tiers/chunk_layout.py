@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.metrics import Flow, Stopwatch
 
-__all__ = ["ChunkLayout", "object_key", "object_name"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import Literal
 
-__all__ = ["complain"]
-
 # vLLM prints its own loggers only.
 LOGGERS = {tier: logging.getLogger(f"vllm.lmcache_xpu.{tier}") for tier in ("disk", "shared")}
 _QUIET_S = 60.0

@@ -8,15 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = [
-    "EVICTION_POLICY",
-    "EVICTION_WATERMARK",
-    "PASSWORD_VARIABLE",
-    "URL_KEY",
-    "disk_option",
-    "shared_option",
-]
-
 URL_KEY = "shared.url"
 # LMCache logs its options, and everyone on a machine can read its processes' arguments.
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
@@ -36,12 +27,12 @@ def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
     params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
     if engine:
         params["disk.engine"] = engine
-    return _option("lmcache_xpu.disk.l2_adapter", "DiskL2Adapter", params)
+    return _option("lmcache_xpu.tiers.disk.l2_adapter", "DiskL2Adapter", params)
 
 
 def shared_option(url: str) -> str:
     """Return that option's value for the shared tier: redis://HOST:PORT or rediss://HOST:PORT."""
-    return _option("lmcache_xpu.shared", "SharedL2Adapter", {URL_KEY: url}, shared=True)
+    return _option("lmcache_xpu.tiers.shared_l2", "SharedL2Adapter", {URL_KEY: url}, shared=True)
 
 
 def _option(module: str, name: str, params: dict[str, object], **more: bool) -> str:

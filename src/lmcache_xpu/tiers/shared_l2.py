@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,9 @@ from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["SharedL2Adapter"]
 
 LOOKUP_S = 1.0  # in all, for which a request may wait
 LOAD_S = 8.0  # likewise; with what has come by then

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
@@ -25,12 +26,8 @@ from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
 
 # The version of a value, as part of its name: engines with another one share a server with these,
 # and neither finds what the other stores.

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
     from lmcache.v1.distributed.api import MemoryTags, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
     from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["Task", "TaskAnswers", "TaskResults", "after_all"]
 
 T = TypeVar("T")
 _numbers = itertools.count()  # of tasks

@@ -14,22 +14,9 @@ import os
 import stat
 import struct
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-__all__ = [
-    "HEADER_BYTES",
-    "ChunkInfo",
-    "disk_bytes",
-    "identify_chunk",
-    "pack_chunk",
-    "read_chunk",
-    "unpack_chunk",
-    "write_chunk",
-]
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 HEADER_BYTES = 4096
 _MAGIC = b"LMXCHUNK"

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["ChunkIndex", "Entry"]
 
 _MOST_PLANNED = 8192
 _PLANNED_NS = 60 * 10**9  # a prompt is stored within that, once it was looked up

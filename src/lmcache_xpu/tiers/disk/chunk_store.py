@@ -17,7 +17,8 @@ import os
 import stat
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
@@ -32,12 +33,6 @@ from lmcache_xpu.tiers.disk.chunk_file import (
 )
 from lmcache_xpu.tiers.disk.chunk_index import ChunkIndex, Entry
 from lmcache_xpu.tiers.disk.lock import DirectoryLock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
-__all__ = ["ChunkStore"]
 
 # Misses are reads that delivered nothing, dropped puts that stored nothing, corrupt files that were
 # removed for their content, errors system calls that failed.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,9 @@ from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
     from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["DiskL2Adapter"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["DirectoryLock", "check_owner"]
-
 _OWN = "of the user that runs this process, and no link"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,11 +15,6 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import check_owner
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["DiskSettings"]
 
 logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
 

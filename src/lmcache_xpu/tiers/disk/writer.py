@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,11 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.memory_management import MemoryObj
 
     from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-
-__all__ = ["BEHIND", "FAILED", "DiskWriter"]
 
 _DRAIN_SECONDS = 10.0
 BEHIND = (
