@@ -19,10 +19,8 @@ EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
     """Return the value of `lmcache server`'s option `--l2-adapter` for the disk tier.
 
-    Args:
-        path: directory on a local disk; the server's is made in it.
-        gib: what the server may use of it.
-        engine: number among engines that share the directory, each with a cache of its own.
+    The server's directory is made in `path`, on a local disk. `engine` is a number among engines
+    that share it, each with a cache of its own.
     """
     params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
     if engine:

@@ -79,10 +79,8 @@ class ChunkIndex:
     def add_earlier(self, files: Iterable[tuple[int, str, int]]) -> dict[str, int]:
         """Add files of earlier runs, as used no later than now: the clock may have been ahead.
 
-        Args:
-            files: times of last use, names, and bytes of the payload.
-
-        Returns the times of last use that were changed for it.
+        Of each file the time of last use, the name, and bytes of the payload. Returns the times of
+        last use that were changed for it.
         """
         sizes: dict[int, tuple[ChunkInfo, int]] = {}  # a million files have few
         for used_ns, name, payload_bytes in files:
@@ -133,6 +131,12 @@ class ChunkIndex:
         if len(self._planned) > _MOST_PLANNED:
             del self._planned[next(iter(self._planned))]
         return False
+
+    def time_of_use(self, name: str, used_ns: int | None) -> int:
+        """Return when a chunk that is stored now counts as used: now if None, and not later."""
+        now = self.now()
+        planned_ns = self.planned(name, now if used_ns is None else min(used_ns, now))
+        return now if used_ns is None else planned_ns
 
     def planned(self, name: str, used_ns: int) -> int:
         """Take the time that `mark` has set before there was an entry; else return this one."""

@@ -22,19 +22,15 @@ logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own logge
 class DiskSettings(BaseModel):
     """The `disk.*` entries of LMCache's `extra_config`, or of its server's option.
 
-    Args:
-        path: directory that holds one directory for each engine or server.
-        gib: what that may use.
-        threads: reads at a time.
-        engine: number among engines that share the path.
+    The path holds a directory for each engine or server, which may use so many GiB.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     path: str = Field(alias="disk.path", min_length=1)
     gib: float = Field(alias="disk.gib", gt=0, allow_inf_nan=False)
-    threads: int = Field(4, alias="disk.threads", ge=1)
-    engine: int = Field(0, alias="disk.engine", ge=0)
+    threads: int = Field(4, alias="disk.threads", ge=1)  # reads at a time
+    engine: int = Field(0, alias="disk.engine", ge=0)  # number among those that share the path
 
     @classmethod
     def parse(cls, entries: Mapping[str, object], *, alone: bool = False) -> Self:

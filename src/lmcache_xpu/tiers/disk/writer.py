@@ -34,10 +34,8 @@ FAILED = (
 class DiskWriter:
     """Writes chunks, holding a reference to each until its write has ended. Thread-safe.
 
-    Args:
-        store: where they go.
-        limit_bytes: of chunks whose writes have not ended; a larger one is taken when it is alone.
-        threads: writes at a time.
+    `limit_bytes` bounds the chunks whose writes have not ended; a larger one is taken when it is
+    alone. So many threads write at a time.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
