@@ -13,12 +13,9 @@ DOCS_URL = "https://example.com/lmcache-xpu"  # of the site; pyproject.toml says
 
 
 class LMCacheXPUError(Exception):
-    """Base of all errors raised by this package.
+    """Base of all errors raised by this package: what is the case, what would be right, what to do.
 
-    Args:
-        found: what is the case, with its values.
-        expected: what would be right.
-        fix: what the reader can do; left out where `expected` already says it.
+    `fix` is left out where `expected` already says it.
     """
 
     anchor: ClassVar[str] = "error-lines"

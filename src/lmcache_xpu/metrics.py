@@ -46,9 +46,8 @@ _changed = threading.Event()  # a value
 def take() -> tuple[dict[str, float], dict[str, float]]:
     """Return the counts of this process since the last call, and its levels if one has changed.
 
-    Returns:
-        Increases by a counter's name and its labels, e.g. `bytes load cpu`; values by a level's
-        name. Both are empty if nothing has happened.
+    Increases are by a counter's name and its labels, e.g. `bytes load cpu`, and values by a level's
+    name. Both are empty if nothing has happened.
     """
     if not (_recent or _changed.is_set()):  # without the lock: asked in every step
         return {}, {}

@@ -55,12 +55,8 @@ class _Prompt(NamedTuple):
 def read(path: Path, *, chunk_tokens: int, users: int) -> list[Request]:
     """Read a file, or a folder of agents' sessions, in the order in which prompts are sent.
 
-    Args:
-        chunk_tokens: tokens of a chunk.
-        users: agents at work. Each begins its next session a minute after the last.
-
-    Raises:
-        SettingsError: it can't be read, or is no trace.
+    Each of the `users`, agents at work, begins its next session a minute after the last. Raises
+    SettingsError: it can't be read, or is no trace.
     """
     prompts, sessions, place = list[_Prompt](), list[list[_Prompt]](), str(path)
     try:
@@ -159,10 +155,8 @@ def tiers(
 ) -> Iterator[tuple[int, int]]:
     """Yield the chunks that are hit with each request, and those of them that the disk has read.
 
-    Args:
-        room: chunks in memory.
-        disk: chunks on disk. It is waited for, so it drops nothing for being slow.
-        directory: of the disk tier, empty.
+    `room` is in chunks of memory, and `disk` in chunks of a tier in a directory, empty at first. It
+    is waited for, so it drops nothing for being slow.
     """
     options: dict[str, Any] = {"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30}
     if disk:

@@ -86,8 +86,7 @@ def measure(
 ) -> None:
     """Measure, show the figures, and write them after each row.
 
-    Raises:
-        SettingsError: there is nothing of a name, or the file can't be written.
+    Raises SettingsError: there is nothing of a name, or the file can't be written.
     """
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.report import Report

@@ -61,8 +61,7 @@ class Page:
     def parse(cls, text: str) -> Page:
         """Read a page as Prometheus does.
 
-        Raises:
-            ValueError: it is none.
+        Raises ValueError: it is none.
         """
         families = text_string_to_metric_families(text)
         return cls(tuple(sample for family in families for sample in family.samples))
@@ -85,15 +84,11 @@ class Page:
 class Client:
     """A connection to one server; use it as a context manager.
 
-    Args:
-        url: the server's, http:// where it names no scheme; an ending such as /v1 or /metrics is
-            left out.
-        model: name to ask for; None asks the server for its first one.
-        timeout_s: longest silence of the server, seconds.
-        trust_env: whether the environment may name a proxy, which would be timed, too.
+    A `url` without a scheme is one of http://, and an ending such as /v1 or /metrics is left out.
+    Without a `model` the server is asked for its first one. It may be silent for `timeout_s`
+    seconds. `trust_env`: the environment may name a proxy, which would be timed, too.
 
-    Raises:
-        EngineError: from every method, when the server is away, refuses, or breaks off.
+    Raises EngineError: from every method, when the server is away, refuses, or breaks off.
     """
 
     def __init__(

@@ -43,15 +43,12 @@ class EngineProcess:
     Enter it from a thread that lives as long as the engine: Linux takes that thread's end for
     its parent's.
 
-    Args:
-        log: file for the engine's output; overwritten.
-        start_s, stop_s: seconds until it has to answer /health, and that it gets to stop.
-        argv: run this instead of the engine.
-        env: variables on top of this process's and the settings' own.
+    Its output goes to `log`, which is overwritten. It has `start_s` seconds until it answers
+    /health, and `stop_s` to stop. `argv` runs instead of it; `env` goes over this process's
+    variables and the settings' own.
 
-    Raises:
-        SettingsError: the settings can't be served; nothing was started.
-        EngineError: the engine ended, or did not answer in time; it has been stopped.
+    Raises SettingsError, and nothing was started; or EngineError: it ended, or did not answer in
+    time, and has been stopped.
     """
 
     def __init__(

@@ -105,10 +105,8 @@ def start_server(
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    `command` makes its command line, of the engine's settings and of the server's socket.
-
-    Raises:
-        SettingsError: it does not come up.
+    `command` makes its command line, of the engine's settings and of the server's socket. Raises
+    SettingsError: it does not come up.
     """
     socket = Path(tempfile.mkdtemp(prefix=NAMES)) / "server.sock"  # mode 0700
     lock = lock_pool(socket.parent.name)
@@ -170,10 +168,7 @@ def clear_pools() -> None:
 def check_room(settings: Settings, directory: Path = SHARED_MEMORY) -> None:
     """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
 
-    What killed servers left there is given back first.
-
-    Raises:
-        SettingsError: too little.
+    What killed servers left there is given back first. Raises SettingsError: too little.
     """
     clear_pools()
     needed = settings.cpu_gib * settings.devices * 2**30

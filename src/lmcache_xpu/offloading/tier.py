@@ -56,12 +56,10 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
     Runs in the scheduler's process, and holds the bytes of all ranks. No call but `drain_jobs` and
     `shutdown` waits for a file. A file that is damaged, or gone, is a miss.
 
-    Args:
-        offloading_spec, tier_type: vLLM's.
-        primary_kv_view: vLLM's host memory, one row of bytes for each chunk.
-        namespace: part of every name; set it apart where engines of other settings share a path.
-        options: `path`, a directory; `gib`, the bound of all files; `threads` that read, and as
-            many that write (4). From vLLM 0.31 on also vLLM's `backpressure_detector`.
+    vLLM's host memory, `primary_kv_view`, has a row of bytes for each chunk. The `namespace` is
+    part of every name: set it apart where engines of other settings share a path. Options are
+    `path`, a directory, `gib`, the bound of all files, and `threads` that read, and as many that
+    write (4).
 
     Raises SettingsError if an option is unknown or wrong, or the directory can't be used.
     """
@@ -76,6 +74,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         namespace: str = "",
         **options: Any,
     ) -> None:
+        # Not an option, but vLLM's own from 0.31 on.
         vllms = {name: options.pop(name) for name in ("backpressure_detector",) if name in options}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **vllms)
         self.locality = Locality.LOCAL

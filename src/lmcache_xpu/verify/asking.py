@@ -66,11 +66,8 @@ def ask(
 ) -> list[Asked]:
     """Ask prompts at once; return what came of each.
 
-    Args:
-        engine: that is asked.
-        prompts: by their tokens.
-        ends: tokens of the only prompt at which steps end, besides vLLM's own choice.
-        aborted: the numbers of prompts that are aborted after the first step.
+    At `ends`, tokens of the only prompt, steps end besides vLLM's own choice. Prompts of the
+    numbers `aborted` are aborted after the first step.
     """
     scheduler = engine.scheduler
     usual = scheduler.max_num_scheduled_tokens

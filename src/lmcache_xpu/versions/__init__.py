@@ -70,8 +70,7 @@ def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> 
 def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse versions that are not `allowed`.
 
-    Raises:
-        VersionError: names what is installed and what was tested.
+    Raises VersionError: names what is installed and what was tested.
     """
     if not allowed(versions, environment):
         raise VersionError(
