@@ -95,10 +95,7 @@ DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.
 
 
 class Flow:
-    """The counters of what moves in one direction between two places.
-
-    `reasons` are why a move may fail, and what to do about it.
-    """
+    """Counters of one direction between two places, and why a move may fail and what to do then."""
 
     def __init__(self, direction: Direction, tier: Tier, reasons: Mapping[str, str]) -> None:
         self.direction, self.tier, self.reasons = direction, tier, reasons

@@ -206,10 +206,7 @@ def _digests(
 
 
 def _rows(cache: torch.Tensor, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Return a number per block that depends on every byte and its place.
-
-    One of vLLM's blocks may be several of a kernel's.
-    """
+    """Return a number per block, of every byte and its place; it may be several of a kernel's."""
     dimension = next(d for d, size in enumerate(cache.shape) if size and size % count == 0)
     moved = cache.movedim(dimension, 0)
     blocks = moved.reshape(count, -1, *moved.shape[1:])

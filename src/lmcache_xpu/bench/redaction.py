@@ -139,10 +139,7 @@ _RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 
 class Redactor:
-    """Hides keys, passwords, names of hosts and users, paths and addresses.
-
-    Values of unlisted variables are hidden in all texts, and so are the hosts of addresses in any.
-    """
+    """Hides in texts what this module says, and values of unlisted variables and hosts of URLs."""
 
     def __init__(
         self,

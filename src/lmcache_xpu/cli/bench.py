@@ -84,10 +84,7 @@ def measure(
     timeout_s: TimeoutS = 900,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure, show the figures, and write them after each row.
-
-    Raises SettingsError: there is nothing of a name, or the file can't be written.
-    """
+    """Measure, show the figures, and write them after each row."""
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.report import Report
     from lmcache_xpu.bench.shapes import chosen, default_name, shape_named

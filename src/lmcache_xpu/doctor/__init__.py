@@ -98,10 +98,7 @@ def _cards(settings: Settings, machine: Machine) -> Iterator[Check]:
 
 
 def check_start(settings: Settings, machine: Machine | None = None) -> None:
-    """Refuse what will not run on this machine, and log what will not run well.
-
-    Raises SettingsError: a check failed.
-    """
+    """Refuse what will not run on this machine (SettingsError), and log what will not run well."""
     machine = machine or Machine()
     preflight(settings, machine.environ)
     for check in _quick_checks(settings, machine):

@@ -59,10 +59,7 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> Page:
-        """Read a page as Prometheus does.
-
-        Raises ValueError: it is none.
-        """
+        """Read a page as Prometheus does; ValueError if it is none."""
         families = text_string_to_metric_families(text)
         return cls(tuple(sample for family in families for sample in family.samples))
 

@@ -178,10 +178,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _running(group: int) -> Iterator[int]:
-    """Yield the group's processes that are not zombies.
-
-    Zombies stay in a container whose first process collects none.
-    """
+    """Yield the group's processes, no zombies: a container's first process may collect none."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() not in _ENDED:

@@ -151,10 +151,7 @@ def lock_pool(name: str) -> int:
 
 
 def clear_pools() -> None:
-    """Give back the shared memory of servers of this user whose keepers were killed.
-
-    In a pod it outlives the container that they ran in.
-    """
+    """Give back the shared memory of killed servers of this user: a pod's outlives containers."""
     for path in SHARED_MEMORY.glob(f"{NAMES}*.lock"):
         with contextlib.suppress(OSError):  # another user's, or gone
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

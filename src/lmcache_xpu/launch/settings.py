@@ -50,10 +50,7 @@ def _text(value: object) -> str:
 
 
 class Settings(Fields):
-    """Fields that agree.
-
-    Build it with `Settings.load`, which reports every mistake as a `SettingsError`.
-    """
+    """Fields that agree; `Settings.load` reports each mistake as a SettingsError."""
 
     @classmethod
     def load(cls, values: Mapping[str, object]) -> Self:

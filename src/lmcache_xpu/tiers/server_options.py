@@ -17,10 +17,9 @@ EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
 
 def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
-    """Return the value of `lmcache server`'s option `--l2-adapter` for the disk tier.
+    """Return the value of `lmcache server`'s option `--l2-adapter` for a disk tier in a path.
 
-    The server's directory is made in `path`, on a local disk. `engine` is a number among engines
-    that share it, each with a cache of its own.
+    `engine` is a number among engines that share the path, each with a cache of its own.
     """
     params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
     if engine:

@@ -21,10 +21,7 @@ _numbers = itertools.count()  # of tasks
 
 
 class TaskResults(Generic[T]):
-    """Results by task, each given out once; a file descriptor becomes readable with each.
-
-    Thread-safe.
-    """
+    """Results, each given out once; a descriptor becomes readable with each. Thread-safe."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()

@@ -39,10 +39,7 @@ class Asked:
 
 @contextmanager
 def promised(connector: Any) -> Iterator[dict[str, int]]:
-    """Yield the tokens that a connector promises to load, by request, as vLLM tells it.
-
-    A request that is preempted keeps the first promise.
-    """
+    """Yield the tokens that a connector promises first to load, by request, as vLLM tells it."""
     promises: dict[str, int] = {}
     if connector is None:
         yield promises

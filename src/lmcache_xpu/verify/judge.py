@@ -124,10 +124,7 @@ def _against(case: str, facts: Facts, computed: list[Pair], pairs: list[Pair]) -
 
 
 class Judge:
-    """Compares pairs, also with what an engine without a connector computes.
-
-    The facts are of the engine with the connector; `start` makes the process of another without.
-    """
+    """Compares pairs, also with what engines without a connector compute: `plain`, or a new one."""
 
     def __init__(self, facts: Facts, plain: Child, start: Start) -> None:
         self._facts, self._plain, self._start = facts, plain, start

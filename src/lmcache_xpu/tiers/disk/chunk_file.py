@@ -132,10 +132,7 @@ def read_chunk(
 
 
 def identify_chunk(path: Path) -> tuple[str, ChunkInfo] | None:
-    """Return key and info of a file; None if the header or the file's length is wrong.
-
-    Raises OSError if the file can't be opened or read.
-    """
+    """Return key and info of a file; None if they are wrong. OSError if it can't be read."""
     with _open(path) as file:
         header, status = _parse(os.pread(file.fileno(), HEADER_BYTES, 0)), os.fstat(file.fileno())
     if header is None or status.st_size != HEADER_BYTES + header.info.payload_bytes:

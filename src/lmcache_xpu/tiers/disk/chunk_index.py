@@ -28,10 +28,7 @@ class Entry:
 
 
 class ChunkIndex:
-    """Entries by the names of their files, within a size, least recently used first.
-
-    Not thread-safe.
-    """
+    """Entries by names of files, within a size, least recently used first. Not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes  # bound on the next two

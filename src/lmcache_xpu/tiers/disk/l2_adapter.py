@@ -37,12 +37,10 @@ logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own logge
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
-    """Objects of LMCache's server on a local disk, found again after a restart.
-
-    Thread-safe. One server for each directory.
+    """Objects of LMCache's server on a local disk, found again after a restart. Thread-safe.
 
     Raises SettingsError, and the server does not start, if one of the option's `adapter_params` is
-    wrong, or the directory can't be used or is in use.
+    wrong, or the directory can't be used or is in use: one server for each.
     """
 
     RESIDENCY = "LOCAL"

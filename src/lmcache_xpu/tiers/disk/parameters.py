@@ -34,10 +34,7 @@ class DiskSettings(BaseModel):
 
     @classmethod
     def parse(cls, entries: Mapping[str, object], *, alone: bool = False) -> Self:
-        """Check the entries; `alone`, there may be no others.
-
-        Raises SettingsError if one is wrong, missing or unknown.
-        """
+        """Check the entries (`alone`: there are no others); SettingsError if one is wrong."""
         own = {name: value for name, value in entries.items() if alone or name.startswith("disk.")}
         try:
             return cls.model_validate(own)
@@ -56,10 +53,7 @@ class DiskSettings(BaseModel):
         return int(self.gib * 2**30)
 
     def open_store(self, name: str) -> ChunkStore:
-        """Open the directory of this name in the path, for one engine or server.
-
-        Raises SettingsError if it can't be used, or another process uses it.
-        """
+        """Open an engine's or a server's directory; SettingsError if it is in use, or of no use."""
         directory = Path(self.path) / name
         try:
             # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.
