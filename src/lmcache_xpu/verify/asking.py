@@ -6,12 +6,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache_xpu.bench.engine import Blocks
-
-if TYPE_CHECKING:
-    from lmcache_xpu.bench.engine import Engine
+from lmcache_xpu.bench.engine import Blocks, Engine
 
 ANSWER = 12  # tokens of each answer
 LOOKED_AT = 8  # once an answer has so many, all blocks of its prompt are looked at again

@@ -7,18 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
-
-if TYPE_CHECKING:
-    from lmcache.utils import CacheEngineKey
-    from lmcache.v1.distributed.api import ObjectKey
-    from lmcache.v1.memory_management import MemoryObj
-
-    from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 _DRAIN_SECONDS = 10.0
 BEHIND = (
