@@ -111,9 +111,7 @@ def check_start(settings: Settings, machine: Machine | None = None) -> None:
         if check.outcome == "warn":
             logger.warning(
                 "lmcache-xpu: %s: %s. %s (docs: troubleshooting#start-warning)",
-                check.name,
-                check.found,
-                check.advice,
+                *(check.name, check.found, check.advice),
             )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,8 +29,7 @@ class Answer:
     completion_tokens: int  # length of the answer, as the server counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheCounts:
+class CacheCounts(NamedTuple):
     """The server's cache counters, in tokens, since it started; `-` gives a span's."""
 
     prompt: int  # prompt tokens of finished prefills
@@ -38,17 +37,15 @@ class CacheCounts:
     external_hits: int  # tokens that were in LMCache
 
     def __sub__(self, earlier: CacheCounts) -> CacheCounts:
-        return CacheCounts(
-            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        )
+        return CacheCounts(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
-# Samples on vLLM's /metrics; counters end in _total there.
-_SAMPLES = {
-    "vllm:prompt_tokens_total": "prompt",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
-    "vllm:external_prefix_cache_hits_total": "external_hits",
-}
+# Samples of these counts on vLLM's /metrics; counters end in _total there.
+_SAMPLES = (
+    "vllm:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_hits_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ class Client:
                 "the metrics of a vLLM server",
                 "Start it without --disable-log-stats.",
             )
-        return CacheCounts(**{field: int(page.sum(name)) for name, field in _SAMPLES.items()})
+        return CacheCounts(*(int(page.sum(name)) for name in _SAMPLES))
 
     def _get(self, path: str) -> httpx.Response:
         try:

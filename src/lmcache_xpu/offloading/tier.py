@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingSpec,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -26,9 +27,6 @@ from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingSpec
 
 _DRAIN_SECONDS = 10.0
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else

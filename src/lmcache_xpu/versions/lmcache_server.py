@@ -35,8 +35,7 @@ def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
     name = "token_bytes" if isinstance(tokens, bytes) else "token_ids"
-    key: IPCCacheServerKey = IPCCacheServerKey(**{name: tokens}, **fields)
-    return key
+    return IPCCacheServerKey(**{name: tokens}, **fields)
 
 
 def chunk_tokens(client: RequestClient, alignment: int) -> Any:
