@@ -84,7 +84,8 @@ class Settings(Fields):
         on_cpu, several, layerwise = self.device == "cpu", self.ranks > 1, self.layerwise
         block = self.block_tokens or (CPU_BLOCK_TOKENS if on_cpu else 1)
         multiple = block * max(1, round(self.chunk_tokens / block))
-        pipeline = f"pipeline_parallel={self.pipeline_parallel}"
+        staged, pipeline = self.pipeline_parallel > 1, f"pipeline_parallel={self.pipeline_parallel}"
+        tier_dtype = f"tier_dtype={self.tier_dtype}"
         yield (
             on_cpu and block % 32,
             f"block_tokens={block} with device=cpu",
@@ -92,7 +93,7 @@ class Settings(Fields):
             f"vLLM's CPU attention packs 32 tokens; use {CPU_BLOCK_TOKENS}.",
         )
         yield (
-            on_cpu and self.pipeline_parallel > 1,
+            on_cpu and staged,
             f"{pipeline} with device=cpu",
             "1: vLLM's CPU engine can't run a part of the layers",
             "Use tensor_parallel or data_parallel.",
@@ -109,24 +110,13 @@ class Settings(Fields):
             "both, or neither (no disk tier)",
             f"Set {'disk_path' if self.disk_path is None else 'disk_gib'} as well.",
         )
-        yield (
-            layerwise and self.remote_url is not None,
-            "layerwise with a remote_url",
-            "one of the two",
-            "The shared tier holds whole chunks only.",
-        )
-        yield (
-            layerwise and self.tier_dtype != "auto",
-            f"layerwise with tier_dtype={self.tier_dtype}",
-            "one of the two",
-            "LMCache's own engine stores keys and values as they are.",
-        )
-        yield (
-            layerwise and self.pipeline_parallel > 1,
-            f"layerwise with {pipeline}",
-            "one of the two",
-            "LMCache's own engine stores what came of a load that failed in another stage.",
-        )
+        own = "LMCache's own engine stores"
+        for other, name, reason in (
+            (self.remote_url, "a remote_url", "The shared tier holds whole chunks only."),
+            (self.tier_dtype != "auto", tier_dtype, f"{own} keys and values as they are."),
+            (staged, pipeline, f"{own} what came of a load that failed in another stage."),
+        ):
+            yield layerwise and other, f"layerwise with {name}", "one of the two", reason
         yield (
             self.loads == "step" and several and not layerwise,
             f"loads=step with an engine of {self.ranks} devices",
