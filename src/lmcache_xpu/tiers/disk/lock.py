@@ -17,8 +17,9 @@ _OWN = "of the user that runs this process, and no link"
 class DirectoryLock:
     """Holds `directory`, made if it is missing, from construction until `release`, through flock.
 
-    A file in it, `lock`, names the last holder. The directory's mode becomes 0700. Paths by `at`
-    lead into it, whatever the owner of a parent puts in its place.
+    The file `lock` in it is locked, too, as by the first engines alone, and names the last holder.
+    The directory's mode becomes 0700. Paths by `at` lead into it, whatever the owner of a parent
+    puts in its place.
 
     Waits some seconds for another holder, e.g. an engine that is shutting down. Raises
     SettingsError if the directory can't be made or used, another holds it, or it or its lock file
@@ -93,7 +94,8 @@ class DirectoryLock:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for fd in reversed(self._fds):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
