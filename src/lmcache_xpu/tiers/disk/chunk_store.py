@@ -157,7 +157,7 @@ class ChunkStore:
         if entry is not None and entry.info.payload_bytes == len(buffer):
             try:
                 fault = read_chunk(self._held.at(name), key, entry.info, buffer, is_lent)
-                is_to_go = bool(fault)
+                is_to_go = bool(fault) and is_lent()
             except FileNotFoundError:  # evicted since, or removed by hand
                 is_to_go = True
             except OSError as error:
@@ -168,7 +168,7 @@ class ChunkStore:
             if is_to_go and self._index.get(name) is entry:
                 self._remove(name)
                 self._count["corrupt"] += reason == "corrupt" and bool(fault)
-        if fault:
+        if fault and (is_to_go or reason == "io"):
             LOAD_DISK.failed(reason)
             complain(_FAULTS[reason], self.directory, fault)
         return fault is None
