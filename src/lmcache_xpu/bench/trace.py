@@ -145,18 +145,13 @@ class _Key(ObjectKey):  # type: ignore[misc]
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-def tier(requests: list[Request], room: int) -> Iterator[int]:
-    """Yield the chunks that the CPU tier hits with each request, whose prompt it then stores."""
-    return (hit for hit, _ in tiers(requests, room))
-
-
 def tiers(
     requests: list[Request], room: int, disk: int = 0, directory: Path | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the chunks that are hit with each request, and those of them that the disk has read.
+    """Yield the chunks that each request hits, and those of them that the disk has read.
 
-    `room` is in chunks of memory, and `disk` in chunks of a tier in a directory, empty at first. It
-    is waited for, so it drops nothing for being slow.
+    The prompt is stored then. `room` is in chunks of memory, and `disk` in chunks of a tier in a
+    directory, empty at first. It is waited for, so it drops nothing for being slow.
     """
     options: dict[str, Any] = {"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30}
     if disk:
@@ -245,4 +240,4 @@ def _hit(request: Request, kept: Container[int]) -> int:
     return sum(1 for _ in takewhile(kept.__contains__, request.chunks))
 
 
-POLICIES = {"tier": tier, "plain LRU": plain_lru, "optimum": optimum}
+POLICIES = {"plain LRU": plain_lru, "optimum": optimum}  # beside those of the tiers

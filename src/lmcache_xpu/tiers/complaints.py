@@ -20,4 +20,4 @@ def complain(message: str, *args: object, tier: Literal["disk", "shared"] = "dis
         if time.monotonic() < _quiet_until.get(message, 0.0):
             return
         _quiet_until[message] = time.monotonic() + _QUIET_S
-    LOGGERS[tier].log(logging.WARNING, f"{tier} tier: {message}", *args)
+    LOGGERS[tier].warning(f"{tier} tier: {message}", *args)

@@ -12,7 +12,6 @@ Nothing raises into the server or waits for the disk there: tasks run in threads
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -26,11 +25,12 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
+from lmcache_xpu.tiers.complaints import LOGGERS
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+logger = LOGGERS["disk"]
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES
+from lmcache_xpu.tiers.complaints import LOGGERS
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import check_owner
 
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+logger = LOGGERS["disk"]
 
 
 class DiskSettings(BaseModel):
