@@ -67,7 +67,7 @@ def tiers(directory: Path, gib: float) -> list[Tier]:
             "disk",
             {"storage_plugins": ["disk"]},
             {
-                "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+                "storage_plugin.disk.module_path": "lmcache_xpu.tiers.stock_disk",
                 "storage_plugin.disk.class_name": "DiskTier",
                 "disk.path": str(directory / "ours"),
                 "disk.gib": gib,

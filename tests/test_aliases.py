@@ -19,9 +19,6 @@ pytest.importorskip("vllm")
             "connector.connector.LMCacheXPUServerConnector",
         ),
         ("vllm_connector", "LMCacheXPUScheduler", "vllm_hooks.scheduler.LMCacheXPUScheduler"),
-        ("disk.tier", "DiskTier", "tiers.stock_disk.DiskTier"),
-        ("disk.l2_adapter", "DiskL2Adapter", "tiers.disk.l2_adapter.DiskL2Adapter"),
-        ("shared", "SharedL2Adapter", "tiers.shared_l2.SharedL2Adapter"),
     ],
 )
 def test_a_path_of_users_names_the_class(path: str, name: str, target: str):

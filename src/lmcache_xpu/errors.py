@@ -9,28 +9,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = [
-    "EngineError",
-    "HostMemoryError",
-    "LMCacheXPUError",
-    "LayoutError",
-    "SeamError",
-    "SettingsError",
-    "SlotError",
-    "TransferError",
-    "VersionError",
-]
-
 DOCS_URL = "https://example.com/lmcache-xpu"  # of the site; pyproject.toml says the same
 
 
 class LMCacheXPUError(Exception):
-    """Base of all errors raised by this package.
+    """Base of all errors raised by this package: what is the case, what would be right, what to do.
 
-    Args:
-        found: what is the case, with its values.
-        expected: what would be right.
-        fix: what the reader can do; left out where `expected` already says it.
+    `fix` is left out where `expected` already says it.
     """
 
     anchor: ClassVar[str] = "error-lines"

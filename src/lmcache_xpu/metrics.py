@@ -46,9 +46,8 @@ _changed = threading.Event()  # a value
 def take() -> tuple[dict[str, float], dict[str, float]]:
     """Return the counts of this process since the last call, and its levels if one has changed.
 
-    Returns:
-        Increases by a counter's name and its labels, e.g. `bytes load cpu`; values by a level's
-        name. Both are empty if nothing has happened.
+    Increases are by a counter's name and its labels, e.g. `bytes load cpu`, and values by a level's
+    name. Both are empty if nothing has happened.
     """
     if not (_recent or _changed.is_set()):  # without the lock: asked in every step
         return {}, {}
@@ -96,10 +95,7 @@ DISK_LIMIT_BYTES = Level("disk_limit_bytes", "Bytes that the disk tier may hold.
 
 
 class Flow:
-    """The counters of what moves in one direction between two places.
-
-    `reasons` are why a move may fail, and what to do about it.
-    """
+    """Counters of one direction between two places, and why a move may fail and what to do then."""
 
     def __init__(self, direction: Direction, tier: Tier, reasons: Mapping[str, str]) -> None:
         self.direction, self.tier, self.reasons = direction, tier, reasons

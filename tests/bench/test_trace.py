@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.agent_sessions import write
 from typer.testing import CliRunner
 
-from lmcache_xpu.bench.trace import Request, hit_tokens, optimum, plain_lru, read, tier, tiers
+from lmcache_xpu.bench.trace import Request, hit_tokens, optimum, plain_lru, read, tiers
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
 from loadtests.traces.formats import read_trace
@@ -38,6 +38,11 @@ def agents(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def requests(agents) -> list[Request]:
     return read(agents, chunk_tokens=CHUNK, users=12)
+
+
+def tier(requests: list[Request], room: int) -> Iterator[int]:
+    """The chunks that memory alone hits with each request."""
+    return (hit for hit, _ in tiers(requests, room))
 
 
 def chunks_of(requests: list[Request]) -> int:

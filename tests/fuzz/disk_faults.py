@@ -84,7 +84,7 @@ def _(_: Any) -> Any:
     return lambda self, key: self._index.remove(key) is None
 
 
-@fault("a file is named before it is complete", "disk", chunk_store, "_TEMPORARY")
+@fault("a file is named before it is complete", "disk", chunk_file, "TEMPORARY")
 def _(_: Any) -> Any:
     return ".lmxkv.part"
 

@@ -33,7 +33,7 @@ class FakeEngine:
     def __init__(self, settings, log):
         self.settings, self.log, self.url = settings, log, "http://engine"
         self.own = OrderedDict()
-        self.counts = dict.fromkeys(CacheCounts.__dataclass_fields__, 0)
+        self.counts = dict.fromkeys(CacheCounts._fields, 0)
         self.requests = []
 
     def __enter__(self):

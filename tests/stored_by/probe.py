@@ -32,7 +32,7 @@ PROMPT = [5 + 7 * position % 97 for position in range(2 * CHUNK + 5)]
 DISK: dict[str, Any] = {
     "storage_plugins": ["disk"],
     "extra_config": {
-        "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+        "storage_plugin.disk.module_path": "lmcache_xpu.tiers.stock_disk",
         "storage_plugin.disk.class_name": "DiskTier",
         "disk.gib": 0.1,
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from lmcache_xpu.tiers.disk.chunk_file import file_name
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 KIB = 1024
@@ -34,4 +35,4 @@ def reopened(store, limit=NO_LIMIT):
 
 def file_of(store, key):
     """Where a chunk is, or would be."""
-    return store.directory / store.file(key).name
+    return store.directory / file_name(key)

@@ -32,7 +32,7 @@ def make_config(path, *, chunks=1000, pool_chunks=POOL_CHUNKS, hot=False, **extr
         pre_caching_hash_algorithm="sha256_cbor",
         storage_plugins=["disk"],
         extra_config={
-            "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+            "storage_plugin.disk.module_path": "lmcache_xpu.tiers.stock_disk",
             "storage_plugin.disk.class_name": "DiskTier",
             "disk.path": str(path),
             "disk.gib": chunks * (CHUNK + 4096) / 2**30,

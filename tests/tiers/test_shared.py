@@ -19,9 +19,9 @@ from support.until import until
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.shared import SharedL2Adapter
 from lmcache_xpu.tiers import complaints, shared_l2, shared_values
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
+from lmcache_xpu.tiers.shared_l2 import SharedL2Adapter
 
 TOKENS = 16
 

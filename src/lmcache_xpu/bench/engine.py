@@ -36,11 +36,7 @@ STORED_S = 10.0  # limit of the stores' time
 
 
 class Engine:
-    """A vLLM engine of some settings, in this process.
-
-    Attributes:
-        numbers: what prompts are made from, the same in each process.
-    """
+    """A vLLM engine of some settings, in this process."""
 
     def __init__(self, settings: Settings, hits: Hits = "tier") -> None:
         from vllm import LLM, SamplingParams
@@ -57,7 +53,7 @@ class Engine:
             # take the CPU from the engine's thread.
             torch.set_num_threads(1)
         self._one_token = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-        self.numbers = random.Random(1)
+        self.numbers = random.Random(1)  # of prompts, the same in each process
         self._names = map(str, itertools.count())
         self._tokens = range(3, min(8000, self._engine.model_config.get_vocab_size()))
 
@@ -168,13 +164,10 @@ class Engine:
 
     def layers(self) -> list[list[str]]:
         """Return, by KV cache group, the layers that the digests of `blocks` are of, in order."""
-        groups = [
-            list(group.layer_names) for group in self.scheduler.kv_cache_config.kv_cache_groups
-        ]
-        ranks = self._llm.collective_rpc(_layers, args=(groups,))
-        return [
-            list(itertools.chain.from_iterable(of_group)) for of_group in zip(*ranks, strict=True)
-        ]
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        names = [list(group.layer_names) for group in groups]
+        ranks = self._llm.collective_rpc(_layers, args=(names,))
+        return [[*itertools.chain(*of_group)] for of_group in zip(*ranks, strict=True)]
 
 
 def _zero(worker: Any) -> None:
@@ -213,10 +206,7 @@ def _digests(
 
 
 def _rows(cache: torch.Tensor, ids: Sequence[int], count: int) -> torch.Tensor:
-    """Return a number per block that depends on every byte and its place.
-
-    One of vLLM's blocks may be several of a kernel's.
-    """
+    """Return a number per block, of every byte and its place; it may be several of a kernel's."""
     dimension = next(d for d, size in enumerate(cache.shape) if size and size % count == 0)
     moved = cache.movedim(dimension, 0)
     blocks = moved.reshape(count, -1, *moved.shape[1:])

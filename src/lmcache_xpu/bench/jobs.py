@@ -45,10 +45,9 @@ class Prompts:
     def measure(self, engine: Engine) -> list[Figures]:
         """Time them, later turns several times.
 
-        Returns:
-            milliseconds to the first token of all, with histories in the engine's own cache (`own
-            prefix`) and in the `tier`, if any; of whole prompts also when they are new
-            (`recompute`).
+        Returns milliseconds to the first token of all, with histories in the engine's own cache
+        (`own prefix`) and in the `tier`, if any; of whole prompts also when they are new
+        (`recompute`).
         """
         histories = [engine.prompt(self.history) for _ in range(self.count)]
         recompute_ms = engine.seconds(*histories) * 1e3

@@ -110,39 +110,29 @@ def _address(match: re.Match[str]) -> str:
     return match[0] if match[0] in PUBLIC_HOSTS else "(address)"
 
 
-_RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    *((re.compile(rule), rf"\g<1>{HIDDEN}") for rule in _HIDDEN),
-    (
-        re.compile(
-            r"""(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<rest>(?:[^\s"'<>`]*[^\s"'<>`;,.:)])?)"""
-            r"""|(?<=["'])/[^"'\n]+(?=["'])|[A-Za-z]:\\[^\s"']+"""
-            r"""|(?<![\w/])(?:<path>|~\w*|\.{1,2})?/[^\s"'`,;:()<>|]+"""
-        ),
-        _place,
-    ),
-    (re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+"), "(mail)"),
-    (
-        re.compile(
-            r"(?<![\w./-])(?!\S*\.(?:py|c|cc|cpp|h|hpp|so):|(?:github|gpu\.intel)\.com\b)[\w-]+"
-            r"(?:\.[\w-]+)*\.(?:[a-zA-Z][\w-]*(?=:\d{2,5}\b)"
-            r"|(?:com|net|org|io|cloud|internal|intranet|corp|lan)\b)"
-        ),
-        "(host)",
-    ),
-    (
-        re.compile(
-            r"(?i)(?<![\w.:])(\d{1,3}(\.\d{1,3}){3}|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*)(?!\w)"
-        ),
-        _address,
-    ),
+_URL_OR_PATH = (
+    r"""(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<rest>(?:[^\s"'<>`]*[^\s"'<>`;,.:)])?)"""
+    r"""|(?<=["'])/[^"'\n]+(?=["'])|[A-Za-z]:\\[^\s"']+"""
+    r"""|(?<![\w/])(?:<path>|~\w*|\.{1,2})?/[^\s"'`,;:()<>|]+"""
+)
+_HOST = (
+    r"(?<![\w./-])(?!\S*\.(?:py|c|cc|cpp|h|hpp|so):|(?:github|gpu\.intel)\.com\b)[\w-]+"
+    r"(?:\.[\w-]+)*\.(?:[a-zA-Z][\w-]*(?=:\d{2,5}\b)"
+    r"|(?:com|net|org|io|cloud|internal|intranet|corp|lan)\b)"
+)
+_ADDRESS = r"(?i)(?<![\w.:])(\d{1,3}(\.\d{1,3}){3}|[0-9a-f]*:[0-9a-f:.]*:[0-9a-f.]*)(?!\w)"
+_Rule = tuple[str, str | Callable[[re.Match[str]], str]]  # what is hidden, and what is shown
+_RULES: list[_Rule] = [
+    *((rule, rf"\g<1>{HIDDEN}") for rule in _HIDDEN),
+    (_URL_OR_PATH, _place),
+    (r"[\w.+-]+@[\w-]+(\.[\w-]+)+", "(mail)"),
+    (_HOST, "(host)"),
+    (_ADDRESS, _address),
 ]
 
 
 class Redactor:
-    """Hides keys, passwords, names of hosts and users, paths and addresses.
-
-    Values of unlisted variables are hidden in all texts, and so are the hosts of addresses in any.
-    """
+    """Hides in texts what this module says, and values of unlisted variables and hosts of URLs."""
 
     def __init__(
         self,
@@ -166,19 +156,16 @@ class Redactor:
             for form in (value, quote(value), repr(value)[1:-1], json.dumps(value)[1:-1]):
                 values[form] = HIDDEN
         names = {*hosts, *(host for _, host in urls), *(host.partition(".")[2] for host in hosts)}
-        self._rules = [*_RULES]
-        self._rules[:0] = [
-            (re.compile(rf"(?<!\w){text}(?!\w)" if len(text) < 8 else text), label)
-            for text, label in ((re.escape(v), values[v]) for v in _longest_first(values))
-        ]
-        self._rules += [
-            (re.compile(rf"(?i)(?<![\w-])(?:[\w-]+\.)*{re.escape(name)}(?!\w)"), "(host)")
-            for name in _longest_first(names - {"", *PUBLIC_HOSTS})
-        ]
-        self._rules += [
-            (re.compile(rf"(?i)(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])"), "(user)")
-            for name in _longest_first(set(users) - {"", "root"})
-        ]
+        rules: list[_Rule] = []
+        for value in _longest_first(values):
+            text = re.escape(value)
+            rules.append((rf"(?<!\w){text}(?!\w)" if len(text) < 8 else text, values[value]))
+        rules += _RULES
+        for name in _longest_first(names - {"", *PUBLIC_HOSTS}):
+            rules.append((rf"(?i)(?<![\w-])(?:[\w-]+\.)*{re.escape(name)}(?!\w)", "(host)"))
+        for name in _longest_first(set(users) - {"", "root"}):
+            rules.append((rf"(?i)(?<![^\W\d_]){re.escape(name)}(?![^\W\d_])", "(user)"))
+        self._rules = [(re.compile(rule), label) for rule, label in rules]
 
     @classmethod
     def of_this_machine(cls) -> Redactor:

@@ -19,10 +19,6 @@ class Report:
     The limit of a hit is the engine's own prefix hit without a connector, plus the time of a raw
     copy of its bytes. The limit of a later turn is that prefix hit alone, because the copy can hide
     behind the computing.
-
-    Args:
-        shape: the model's shape, and its requests.
-        results: one for each engine.
     """
 
     def __init__(self, shape: Shape, results: list[Result]) -> None:

@@ -148,13 +148,10 @@ def run(
 ) -> list[Result]:
     """Measure engines, each job so many times; one that fails is a result with an error.
 
-    Except under load, the bytes of a hit are compared first, and a raw copy is timed.
-
-    Args:
-        in_turn: whether all engines are there at once and each job goes to one after another, so
-            that they meet the same host. They share the devices out, see `device_masks`.
-        timeout_s: seconds that an engine may take to start, and for each answer.
-        save: called with all results so far after each job's repeats.
+    Except under load, the bytes of a hit are compared first, and a raw copy is timed. With
+    `in_turn` all engines are there at once and each job goes to one after another, so that they
+    meet the same host; they share the devices out, see `device_masks`. An engine has `timeout_s`
+    seconds to start, and for each answer. `save` gets all results so far after each job's repeats.
     """
     device = built_for()
     masks = device_masks(device, shape.devices) if in_turn else [{}]

@@ -26,8 +26,6 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 
-__all__ = ["POLICIES", "Request", "hit_tokens", "optimum", "plain_lru", "read", "tier", "tiers"]
-
 MOONCAKE_TOKENS, TIMED_TOKENS, AGENT_TOKENS = 512, 16, 64  # of a block
 NEXT_S, PAUSE_S = 60.0, 3600.0  # until the next session of a user, and at most until a request
 ROUND_S, TOKENS_PER_WORD = 30.0, 1.5  # of a conversation that says neither
@@ -57,12 +55,8 @@ class _Prompt(NamedTuple):
 def read(path: Path, *, chunk_tokens: int, users: int) -> list[Request]:
     """Read a file, or a folder of agents' sessions, in the order in which prompts are sent.
 
-    Args:
-        chunk_tokens: tokens of a chunk.
-        users: agents at work. Each begins its next session a minute after the last.
-
-    Raises:
-        SettingsError: it can't be read, or is no trace.
+    Each of the `users`, agents at work, begins its next session a minute after the last. Raises
+    SettingsError: it can't be read, or is no trace.
     """
     prompts, sessions, place = list[_Prompt](), list[list[_Prompt]](), str(path)
     try:
@@ -151,20 +145,13 @@ class _Key(ObjectKey):  # type: ignore[misc]
     __eq__, __hash__ = object.__eq__, object.__hash__
 
 
-def tier(requests: list[Request], room: int) -> Iterator[int]:
-    """Yield the chunks that the CPU tier hits with each request, whose prompt it then stores."""
-    return (hit for hit, _ in tiers(requests, room))
-
-
 def tiers(
     requests: list[Request], room: int, disk: int = 0, directory: Path | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the chunks that are hit with each request, and those of them that the disk has read.
+    """Yield the chunks that each request hits, and those of them that the disk has read.
 
-    Args:
-        room: chunks in memory.
-        disk: chunks on disk. It is waited for, so it drops nothing for being slow.
-        directory: of the disk tier, empty.
+    The prompt is stored then. `room` is in chunks of memory, and `disk` in chunks of a tier in a
+    directory, empty at first. It is waited for, so it drops nothing for being slow.
     """
     options: dict[str, Any] = {"chunk_tokens": 1, "cpu_gib": room * OBJECT_BYTES / 2**30}
     if disk:
@@ -253,4 +240,4 @@ def _hit(request: Request, kept: Container[int]) -> int:
     return sum(1 for _ in takewhile(kept.__contains__, request.chunks))
 
 
-POLICIES = {"tier": tier, "plain LRU": plain_lru, "optimum": optimum}
+POLICIES = {"plain LRU": plain_lru, "optimum": optimum}  # beside those of the tiers

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["draw"]
-
 COLOURS = ("#0068b5", "#d9822b", "#6b7280")
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 360" font-family="sans-serif"'
 

@@ -57,10 +57,7 @@ class Variant:
 
 
 def variants(shape: Shape) -> tuple[Variant, ...]:
-    """Return all variants, the one without a connector first: it sets the limits.
-
-    The last one is for `bench load` alone. It holds everything in the engine's own cache.
-    """
+    """Return all variants: the first sets the limits, and the last is for `bench load` alone."""
     cpu_bytes = int(shape.settings["cpu_gib"] * shape.devices * 2**30)
     stock = {"kv_connector": "LMCacheConnectorV1"}
     room = Variant(

@@ -15,10 +15,7 @@ from lmcache_xpu.errors import LMCacheXPUError, SettingsError
 
 
 class _Group(TyperGroup):
-    """Our own errors and missing packages end in one red line and exit code 2.
-
-    Anything else is a bug's traceback.
-    """
+    """Our own errors and missing packages end in a red line and exit code 2; a bug does not."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

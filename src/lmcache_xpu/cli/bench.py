@@ -84,11 +84,7 @@ def measure(
     timeout_s: TimeoutS = 900,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure, show the figures, and write them after each row.
-
-    Raises:
-        SettingsError: there is nothing of a name, or the file can't be written.
-    """
+    """Measure, show the figures, and write them after each row."""
     from lmcache_xpu.bench import runner
     from lmcache_xpu.bench.report import Report
     from lmcache_xpu.bench.shapes import chosen, default_name, shape_named
@@ -164,15 +160,15 @@ def trace(
     least = asked - hit_tokens(requests, plain_lru(requests, stored), chunk_tokens)
     sizes = sorted({-(-stored >> halvings) for halvings in range(7)})
     disk, gib, rows = -(-disk_tokens // chunk_tokens), token_bytes / 2**30, list[Any]()
-    table = Table("tokens", "GiB", "hit", "hit rate", "from disk", *POLICIES, box=None)
+    table = Table("tokens", "GiB", "hit", "hit rate", "from disk", "tier", *POLICIES, box=None)
     for room in [-(-size // chunk_tokens) for size in tokens or ()] or sizes:
         begun = time.monotonic()
         with TemporaryDirectory(prefix="lmcache-xpu-trace-") as directory:
             replayed = list(tiers(requests, min(room, stored), disk, Path(directory)))
         seconds, most = time.monotonic() - begun, min(max(room, disk), stored)
         hits = {"tier": hit_tokens(requests, (hit for hit, _ in replayed), chunk_tokens)}
-        for name in ("plain LRU", "optimum"):
-            hits[name] = hit_tokens(requests, POLICIES[name](requests, most), chunk_tokens)
+        for name, policy in POLICIES.items():
+            hits[name] = hit_tokens(requests, policy(requests, most), chunk_tokens)
         from_disk = sum(read for _, read in replayed) * chunk_tokens
         computed = {name: (asked - hit) / least for name, hit in hits.items()}
         row: dict[str, Any] = {"tokens": room * chunk_tokens, "hit": hits, "computed": computed}
@@ -186,7 +182,7 @@ def trace(
     if json_file is not None:
         json_file.write_text(json.dumps(about, indent=1) + "\n")
     if plot is not None:
-        lines = {name: [row["computed"][name] for row in rows] for name in POLICIES}
+        lines = {name: [row["computed"][name] for row in rows] for name in ("tier", *POLICIES)}
         plot.write_text(draw([row["tokens"] for row in rows], lines))
     console = Console(highlight=False)
     console.print(

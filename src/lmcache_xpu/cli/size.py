@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,11 +28,9 @@ from lmcache_xpu.launch.sizing import (
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
 
-def _setting(name: str, text: str, *, least: float | None = None) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        help=text, envvar=ENV_PREFIX + name.upper(), show_envvar=True, min=least
-    )
-    return option
+def _setting(name: str, text: str, *, least: float | None = None) -> Any:
+    variable = ENV_PREFIX + name.upper()
+    return typer.Option(help=text, envvar=variable, show_envvar=True, min=least)
 
 
 _CACHE = _setting("cache", "Where LMCache runs: auto, in-process, or server.")

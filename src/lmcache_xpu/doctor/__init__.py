@@ -98,11 +98,7 @@ def _cards(settings: Settings, machine: Machine) -> Iterator[Check]:
 
 
 def check_start(settings: Settings, machine: Machine | None = None) -> None:
-    """Refuse what will not run on this machine, and log what will not run well.
-
-    Raises:
-        SettingsError: a check failed.
-    """
+    """Refuse what will not run on this machine (SettingsError), and log what will not run well."""
     machine = machine or Machine()
     preflight(settings, machine.environ)
     for check in _quick_checks(settings, machine):
@@ -115,9 +111,7 @@ def check_start(settings: Settings, machine: Machine | None = None) -> None:
         if check.outcome == "warn":
             logger.warning(
                 "lmcache-xpu: %s: %s. %s (docs: troubleshooting#start-warning)",
-                check.name,
-                check.found,
-                check.advice,
+                *(check.name, check.found, check.advice),
             )
 
 

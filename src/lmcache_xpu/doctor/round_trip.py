@@ -40,7 +40,6 @@ def round_trips(device: torch.device) -> tuple[bool, bool | None]:
     """Store two chunks of a small paged KV cache, and load them through staging and by a kernel.
 
     Returns whether every byte came back, through each; None where kernels don't reach host memory.
-
     The cache is fused as vLLM's is on Intel GPUs, its blocks are scattered, and some of it belongs
     to nobody and has to stay as it is. Waits for the device.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,8 +29,7 @@ class Answer:
     completion_tokens: int  # length of the answer, as the server counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheCounts:
+class CacheCounts(NamedTuple):
     """The server's cache counters, in tokens, since it started; `-` gives a span's."""
 
     prompt: int  # prompt tokens of finished prefills
@@ -38,17 +37,15 @@ class CacheCounts:
     external_hits: int  # tokens that were in LMCache
 
     def __sub__(self, earlier: CacheCounts) -> CacheCounts:
-        return CacheCounts(
-            **{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        )
+        return CacheCounts(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
-# Samples on vLLM's /metrics; counters end in _total there.
-_SAMPLES = {
-    "vllm:prompt_tokens_total": "prompt",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
-    "vllm:external_prefix_cache_hits_total": "external_hits",
-}
+# Samples of these counts on vLLM's /metrics; counters end in _total there.
+_SAMPLES = (
+    "vllm:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_hits_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,7 @@ class Page:
 
     @classmethod
     def parse(cls, text: str) -> Page:
-        """Read a page as Prometheus does.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Read a page as Prometheus does; ValueError if it is none."""
         families = text_string_to_metric_families(text)
         return cls(tuple(sample for family in families for sample in family.samples))
 
@@ -85,15 +78,11 @@ class Page:
 class Client:
     """A connection to one server; use it as a context manager.
 
-    Args:
-        url: the server's, http:// where it names no scheme; an ending such as /v1 or /metrics is
-            left out.
-        model: name to ask for; None asks the server for its first one.
-        timeout_s: longest silence of the server, seconds.
-        trust_env: whether the environment may name a proxy, which would be timed, too.
+    A `url` without a scheme is one of http://, and an ending such as /v1 or /metrics is left out.
+    Without a `model` the server is asked for its first one. It may be silent for `timeout_s`
+    seconds. `trust_env`: the environment may name a proxy, which would be timed, too.
 
-    Raises:
-        EngineError: from every method, when the server is away, refuses, or breaks off.
+    Raises EngineError: from every method, when the server is away, refuses, or breaks off.
     """
 
     def __init__(
@@ -178,7 +167,7 @@ class Client:
                 "the metrics of a vLLM server",
                 "Start it without --disable-log-stats.",
             )
-        return CacheCounts(**{field: int(page.sum(name)) for name, field in _SAMPLES.items()})
+        return CacheCounts(*(int(page.sum(name)) for name in _SAMPLES))
 
     def _get(self, path: str) -> httpx.Response:
         try:

@@ -120,12 +120,9 @@ class _Conversations:
 def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, and print its table.
 
-    The model, the logs and the disk tier are kept in `work`, and the next demo empties the disk
-    tier.
-
-    Raises:
-        SettingsError: `work` or the port can't be used, or there is no space.
-        EngineError: the engine did not come up, broke off, or gave a wrong answer.
+    The model, the logs and the disk tier are kept in `work`; the next demo empties the disk tier.
+    Raises SettingsError: `work` or the port can't be used, or there is no space; EngineError: the
+    engine did not come up, broke off, or gave a wrong answer.
     """
     settings = _settings(work, free_port() if port is None else port)
     _check(work, settings)

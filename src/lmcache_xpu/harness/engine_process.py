@@ -43,15 +43,12 @@ class EngineProcess:
     Enter it from a thread that lives as long as the engine: Linux takes that thread's end for
     its parent's.
 
-    Args:
-        log: file for the engine's output; overwritten.
-        start_s, stop_s: seconds until it has to answer /health, and that it gets to stop.
-        argv: run this instead of the engine.
-        env: variables on top of this process's and the settings' own.
+    Its output goes to `log`, which is overwritten. It has `start_s` seconds until it answers
+    /health, and `stop_s` to stop. `argv` runs instead of it; `env` goes over this process's
+    variables and the settings' own.
 
-    Raises:
-        SettingsError: the settings can't be served; nothing was started.
-        EngineError: the engine ended, or did not answer in time; it has been stopped.
+    Raises SettingsError, and nothing was started; or EngineError: it ended, or did not answer in
+    time, and has been stopped.
     """
 
     def __init__(
@@ -181,10 +178,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _running(group: int) -> Iterator[int]:
-    """Yield the group's processes that are not zombies.
-
-    Zombies stay in a container whose first process collects none.
-    """
+    """Yield the group's processes, no zombies: a container's first process may collect none."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() not in _ENDED:

@@ -105,10 +105,8 @@ def start_server(
 ) -> str:
     """Start a server that ends with this process, whatever it becomes; return its URL.
 
-    `command` makes its command line, of the engine's settings and of the server's socket.
-
-    Raises:
-        SettingsError: it does not come up.
+    `command` makes its command line, of the engine's settings and of the server's socket. Raises
+    SettingsError: it does not come up.
     """
     socket = Path(tempfile.mkdtemp(prefix=NAMES)) / "server.sock"  # mode 0700
     lock = lock_pool(socket.parent.name)
@@ -153,10 +151,7 @@ def lock_pool(name: str) -> int:
 
 
 def clear_pools() -> None:
-    """Give back the shared memory of servers of this user whose keepers were killed.
-
-    In a pod it outlives the container that they ran in.
-    """
+    """Give back the shared memory of killed servers of this user: a pod's outlives containers."""
     for path in SHARED_MEMORY.glob(f"{NAMES}*.lock"):
         with contextlib.suppress(OSError):  # another user's, or gone
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -170,10 +165,7 @@ def clear_pools() -> None:
 def check_room(settings: Settings, directory: Path = SHARED_MEMORY) -> None:
     """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
 
-    What killed servers left there is given back first.
-
-    Raises:
-        SettingsError: too little.
+    What killed servers left there is given back first. Raises SettingsError: too little.
     """
     clear_pools()
     needed = settings.cpu_gib * settings.devices * 2**30

@@ -64,16 +64,17 @@ def vllm_arguments(settings: Settings) -> list[str]:
 
 def kv_transfer_config(settings: Settings) -> dict[str, object]:
     """Return vLLM's KV transfer configuration, with LMCache's inside."""
+    module = {"kv_connector_module_path": "lmcache_xpu.vllm_connector"}
     if settings.is_vllm:
-        return offloading_config(settings)
-    if settings.layerwise:
+        connector, module, options = "OffloadingConnector", {}, offloading_config(settings)
+    elif settings.layerwise:
         connector = "LMCacheXPUConnector"
         options = {f"lmcache.{name}": value for name, value in lmcache_config(settings).items()}
     else:
         connector, options = "LMCacheXPUServerConnector", server_config(settings)
     return {
         "kv_connector": connector,
-        "kv_connector_module_path": "lmcache_xpu.vllm_connector",
+        **module,
         "kv_role": "kv_both",
         # A chunk may be lost between look-up and load; vLLM's default fails the request.
         "kv_load_failure_policy": "recompute",
@@ -82,7 +83,7 @@ def kv_transfer_config(settings: Settings) -> dict[str, object]:
 
 
 def offloading_config(settings: Settings) -> dict[str, object]:
-    """Return the configuration of vLLM's own offloading, with this package's disk tier behind it.
+    """Return the options of vLLM's own offloading, with this package's disk tier behind it.
 
     vLLM counts host memory for all devices of an engine together, and so does the tier its files.
     """
@@ -95,15 +96,10 @@ def offloading_config(settings: Settings) -> dict[str, object]:
         "namespace": " ".join(settings.extra_args),
     }
     return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": int(settings.cpu_gib * settings.ranks * 2**30),
-            "offload_prompt_only": not settings.save_decode,
-            "secondary_tiers": [] if settings.disk_path is None else [disk],
-        },
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": int(settings.cpu_gib * settings.ranks * 2**30),
+        "offload_prompt_only": not settings.save_decode,
+        "secondary_tiers": [] if settings.disk_path is None else [disk],
     }
 
 
@@ -131,7 +127,7 @@ def lmcache_config(settings: Settings) -> dict[str, object]:
     if settings.disk_path is not None:
         config["storage_plugins"] = ["disk"]
         extra |= {
-            "storage_plugin.disk.module_path": "lmcache_xpu.disk.tier",
+            "storage_plugin.disk.module_path": "lmcache_xpu.tiers.stock_disk",
             "storage_plugin.disk.class_name": "DiskTier",
             "disk.path": str(settings.disk_path),
             "disk.gib": settings.disk_gib,

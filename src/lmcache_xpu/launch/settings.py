@@ -50,17 +50,13 @@ def _text(value: object) -> str:
 
 
 class Settings(Fields):
-    """Fields that agree.
-
-    Build it with `Settings.load`, which reports every mistake as a `SettingsError`.
-    """
+    """Fields that agree; `Settings.load` reports each mistake as a SettingsError."""
 
     @classmethod
     def load(cls, values: Mapping[str, object]) -> Self:
         """Read `values`, then `LMCACHE_XPU_*` variables, then the defaults.
 
-        Raises:
-            SettingsError: a key is unknown, a value is not allowed, or two contradict.
+        Raises SettingsError: a key is unknown, a value is not allowed, or two contradict.
         """
         names = {ENV_PREFIX + field.upper() for field in cls.model_fields}
         for name in os.environ:
@@ -88,7 +84,8 @@ class Settings(Fields):
         on_cpu, several, layerwise = self.device == "cpu", self.ranks > 1, self.layerwise
         block = self.block_tokens or (CPU_BLOCK_TOKENS if on_cpu else 1)
         multiple = block * max(1, round(self.chunk_tokens / block))
-        pipeline = f"pipeline_parallel={self.pipeline_parallel}"
+        staged, pipeline = self.pipeline_parallel > 1, f"pipeline_parallel={self.pipeline_parallel}"
+        tier_dtype = f"tier_dtype={self.tier_dtype}"
         yield (
             on_cpu and block % 32,
             f"block_tokens={block} with device=cpu",
@@ -96,7 +93,7 @@ class Settings(Fields):
             f"vLLM's CPU attention packs 32 tokens; use {CPU_BLOCK_TOKENS}.",
         )
         yield (
-            on_cpu and self.pipeline_parallel > 1,
+            on_cpu and staged,
             f"{pipeline} with device=cpu",
             "1: vLLM's CPU engine can't run a part of the layers",
             "Use tensor_parallel or data_parallel.",
@@ -113,24 +110,13 @@ class Settings(Fields):
             "both, or neither (no disk tier)",
             f"Set {'disk_path' if self.disk_path is None else 'disk_gib'} as well.",
         )
-        yield (
-            layerwise and self.remote_url is not None,
-            "layerwise with a remote_url",
-            "one of the two",
-            "The shared tier holds whole chunks only.",
-        )
-        yield (
-            layerwise and self.tier_dtype != "auto",
-            f"layerwise with tier_dtype={self.tier_dtype}",
-            "one of the two",
-            "LMCache's own engine stores keys and values as they are.",
-        )
-        yield (
-            layerwise and self.pipeline_parallel > 1,
-            f"layerwise with {pipeline}",
-            "one of the two",
-            "LMCache's own engine stores what came of a load that failed in another stage.",
-        )
+        own = "LMCache's own engine stores"
+        for other, name, reason in (
+            (self.remote_url, "a remote_url", "The shared tier holds whole chunks only."),
+            (self.tier_dtype != "auto", tier_dtype, f"{own} keys and values as they are."),
+            (staged, pipeline, f"{own} what came of a load that failed in another stage."),
+        ):
+            yield layerwise and other, f"layerwise with {name}", "one of the two", reason
         yield (
             self.loads == "step" and several and not layerwise,
             f"loads=step with an engine of {self.ranks} devices",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingSpec,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -25,13 +27,6 @@ from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from vllm.v1.kv_offload.base import OffloadingSpec
-
-__all__ = ["DiskTier"]
 
 _DRAIN_SECONDS = 10.0
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
@@ -59,12 +54,10 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
     Runs in the scheduler's process, and holds the bytes of all ranks. No call but `drain_jobs` and
     `shutdown` waits for a file. A file that is damaged, or gone, is a miss.
 
-    Args:
-        offloading_spec, tier_type: vLLM's.
-        primary_kv_view: vLLM's host memory, one row of bytes for each chunk.
-        namespace: part of every name; set it apart where engines of other settings share a path.
-        options: `path`, a directory; `gib`, the bound of all files; `threads` that read, and as
-            many that write (4). From vLLM 0.31 on also vLLM's `backpressure_detector`.
+    vLLM's host memory, `primary_kv_view`, has a row of bytes for each chunk. The `namespace` is
+    part of every name: set it apart where engines of other settings share a path. Options are
+    `path`, a directory, `gib`, the bound of all files, and `threads` that read, and as many that
+    write (4).
 
     Raises SettingsError if an option is unknown or wrong, or the directory can't be used.
     """
@@ -79,6 +72,7 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
         namespace: str = "",
         **options: Any,
     ) -> None:
+        # Not an option, but vLLM's own from 0.31 on.
         vllms = {name: options.pop(name) for name in ("backpressure_detector",) if name in options}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **vllms)
         self.locality = Locality.LOCAL

@@ -5,20 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-from lmcache.v1.distributed.api import EncodedObjectKey
-from lmcache.v1.memory_management import MemoryFormat
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.distributed.api import EncodedObjectKey, MemoryLayoutDesc, ObjectKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-if TYPE_CHECKING:
-    from lmcache.utils import CacheEngineKey
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.memory_management import MemoryObj
-
-    from lmcache_xpu.metrics import Flow, Stopwatch
-
-__all__ = ["ChunkLayout", "object_key", "object_name"]
+from lmcache_xpu.metrics import Flow, Stopwatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import Literal
 
-__all__ = ["complain"]
-
 # vLLM prints its own loggers only.
 LOGGERS = {tier: logging.getLogger(f"vllm.lmcache_xpu.{tier}") for tier in ("disk", "shared")}
 _QUIET_S = 60.0
@@ -22,4 +20,4 @@ def complain(message: str, *args: object, tier: Literal["disk", "shared"] = "dis
         if time.monotonic() < _quiet_until.get(message, 0.0):
             return
         _quiet_until[message] = time.monotonic() + _QUIET_S
-    LOGGERS[tier].log(logging.WARNING, f"{tier} tier: {message}", *args)
+    LOGGERS[tier].warning(f"{tier} tier: {message}", *args)

@@ -8,15 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = [
-    "EVICTION_POLICY",
-    "EVICTION_WATERMARK",
-    "PASSWORD_VARIABLE",
-    "URL_KEY",
-    "disk_option",
-    "shared_option",
-]
-
 URL_KEY = "shared.url"
 # LMCache logs its options, and everyone on a machine can read its processes' arguments.
 PASSWORD_VARIABLE = "LMCACHE_XPU_REMOTE_PASSWORD"
@@ -26,22 +17,19 @@ EVICTION_POLICY, EVICTION_WATERMARK = "noop", 2.0
 
 
 def disk_option(path: Path, gib: float, *, engine: int = 0) -> str:
-    """Return the value of `lmcache server`'s option `--l2-adapter` for the disk tier.
+    """Return the value of `lmcache server`'s option `--l2-adapter` for a disk tier in a path.
 
-    Args:
-        path: directory on a local disk; the server's is made in it.
-        gib: what the server may use of it.
-        engine: number among engines that share the directory, each with a cache of its own.
+    `engine` is a number among engines that share the path, each with a cache of its own.
     """
     params: dict[str, object] = {"disk.path": str(path), "disk.gib": gib}
     if engine:
         params["disk.engine"] = engine
-    return _option("lmcache_xpu.disk.l2_adapter", "DiskL2Adapter", params)
+    return _option("lmcache_xpu.tiers.disk.l2_adapter", "DiskL2Adapter", params)
 
 
 def shared_option(url: str) -> str:
     """Return that option's value for the shared tier: redis://HOST:PORT or rediss://HOST:PORT."""
-    return _option("lmcache_xpu.shared", "SharedL2Adapter", {URL_KEY: url}, shared=True)
+    return _option("lmcache_xpu.tiers.shared_l2", "SharedL2Adapter", {URL_KEY: url}, shared=True)
 
 
 def _option(module: str, name: str, params: dict[str, object], **more: bool) -> str:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Stopwatch
@@ -28,15 +31,6 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.internal_api import L1MemoryDesc
-    from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["SharedL2Adapter"]
 
 LOOKUP_S = 1.0  # in all, for which a request may wait
 LOAD_S = 8.0  # likewise; with what has come by then

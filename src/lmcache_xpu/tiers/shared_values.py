@@ -10,8 +10,11 @@ import contextlib
 import hashlib
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.memory_management import MemoryObj
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
@@ -23,14 +26,6 @@ from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_name
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["FORMAT", "SharedValues", "fill", "value_name"]
 
 # The version of a value, as part of its name: engines with another one share a server with these,
 # and neither finds what the other stores.

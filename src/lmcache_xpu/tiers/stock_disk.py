@@ -4,7 +4,7 @@ Switched on in LMCache's configuration:
 
     storage_plugins: ["disk"]
     extra_config:
-      storage_plugin.disk.module_path: lmcache_xpu.disk.tier
+      storage_plugin.disk.module_path: lmcache_xpu.tiers.stock_disk
       storage_plugin.disk.class_name: DiskTier
       disk.path: /var/cache/kv    # the engine uses <path>/kv-worker-0
       disk.gib: 100
@@ -23,6 +23,7 @@ The name of a chunk in the store, or of one layer of it:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,11 @@ from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-
-__all__ = ["DiskTier"]
 
 
 class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-
     from lmcache.v1.distributed.api import MemoryTags, ObjectKey
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
     from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["Task", "TaskAnswers", "TaskResults", "after_all"]
 
 T = TypeVar("T")
 _numbers = itertools.count()  # of tasks
 
 
 class TaskResults(Generic[T]):
-    """Results by task, each given out once; a file descriptor becomes readable with each.
-
-    Thread-safe.
-    """
+    """Results, each given out once; a descriptor becomes readable with each. Thread-safe."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()

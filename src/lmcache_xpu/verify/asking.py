@@ -6,12 +6,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache_xpu.bench.engine import Blocks
-
-if TYPE_CHECKING:
-    from lmcache_xpu.bench.engine import Engine
+from lmcache_xpu.bench.engine import Blocks, Engine
 
 ANSWER = 12  # tokens of each answer
 LOOKED_AT = 8  # once an answer has so many, all blocks of its prompt are looked at again
@@ -39,10 +36,7 @@ class Asked:
 
 @contextmanager
 def promised(connector: Any) -> Iterator[dict[str, int]]:
-    """Yield the tokens that a connector promises to load, by request, as vLLM tells it.
-
-    A request that is preempted keeps the first promise.
-    """
+    """Yield the tokens that a connector promises first to load, by request, as vLLM tells it."""
     promises: dict[str, int] = {}
     if connector is None:
         yield promises
@@ -66,11 +60,8 @@ def ask(
 ) -> list[Asked]:
     """Ask prompts at once; return what came of each.
 
-    Args:
-        engine: that is asked.
-        prompts: by their tokens.
-        ends: tokens of the only prompt at which steps end, besides vLLM's own choice.
-        aborted: the numbers of prompts that are aborted after the first step.
+    At `ends`, tokens of the only prompt, steps end besides vLLM's own choice. Prompts of the
+    numbers `aborted` are aborted after the first step.
     """
     scheduler = engine.scheduler
     usual = scheduler.max_num_scheduled_tokens

@@ -10,13 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lmcache_xpu.bench.engine import Engine
 from lmcache_xpu.model.kv_cache_groups import block_tokens
 from lmcache_xpu.verify.asking import ANSWER, Asked, ask, clean
-
-if TYPE_CHECKING:
-    from lmcache_xpu.bench.engine import Engine
 
 CHUNK = 256  # tokens; LMCache's default
 CROWD_OVER, CROWD_MOST = 1.3, 32  # of the engine's KV cache, prompts

@@ -56,13 +56,9 @@ class Result:
 def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Result]:
     """Ask engines with the connector, one after the other, and judge what they give back.
 
-    Args:
-        start: makes the process of an engine.
-        restart: whether a second engine is asked for what the first one stored.
-        disk: a directory that holds all that was stored; a byte of each file is flipped.
-
-    Raises:
-        EngineError: an engine does not start, or gives no answer.
+    With `restart` a second engine is asked for what the first one stored. `disk` is a directory
+    that holds all of it; a byte of each file is flipped. Raises EngineError: an engine does not
+    start, or gives no answer.
     """
     stored: list[Asked] = []
     with start("connector") as child:
@@ -128,13 +124,7 @@ def _against(case: str, facts: Facts, computed: list[Pair], pairs: list[Pair]) -
 
 
 class Judge:
-    """Compares pairs, also with what an engine without a connector computes.
-
-    Args:
-        facts: of the engine with the connector.
-        plain: an engine without one.
-        start: makes the process of a second one.
-    """
+    """Compares pairs, also with what engines without a connector compute: `plain`, or a new one."""
 
     def __init__(self, facts: Facts, plain: Child, start: Start) -> None:
         self._facts, self._plain, self._start = facts, plain, start

@@ -68,11 +68,7 @@ def allowed(versions: Versions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def check(versions: Versions, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse versions that are not `allowed`.
-
-    Raises:
-        VersionError: names what is installed and what was tested.
-    """
+    """Refuse versions that are not `allowed`: the VersionError names them and what was tested."""
     if not allowed(versions, environment):
         raise VersionError(
             f"LMCache {versions.lmcache} with vLLM {versions.vllm}",

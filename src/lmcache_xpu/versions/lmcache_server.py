@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transport.base import RequestClient
-
-NEWER_BASE = "DiscoverableModule"
-CODEC = "lmcache.v1.multiprocess.token_codec"
 
 
 def key_tokens(tokens: Sequence[int]) -> Any:
@@ -23,11 +18,12 @@ def key_tokens(tokens: Sequence[int]) -> Any:
 
 
 @cache
-def _packer() -> Callable[[Sequence[int]], Any]:
-    if find_spec(CODEC) is None:
+def _packer() -> Any:
+    try:
+        from lmcache.v1.multiprocess.token_codec import pack_token_ids
+    except ImportError:
         return tuple
-    packer: Callable[[Sequence[int]], Any] = import_module(CODEC).pack_token_ids
-    return packer
+    return pack_token_ids
 
 
 def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
@@ -35,8 +31,7 @@ def make_key(tokens: Any, **fields: Any) -> IPCCacheServerKey:
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
     name = "token_bytes" if isinstance(tokens, bytes) else "token_ids"
-    key: IPCCacheServerKey = IPCCacheServerKey(**{name: tokens}, **fields)
-    return key
+    return IPCCacheServerKey(**{name: tokens}, **fields)
 
 
 def chunk_tokens(client: RequestClient, alignment: int) -> Any:
@@ -83,4 +78,6 @@ def touch_tiers(storage: Any, keys: Sequence[Any]) -> None:
 
 def server_module_base() -> Any:
     """Return the class of the server's modules; older ones need none."""
-    return getattr(import_module("lmcache.v1.multiprocess.engine_module"), NEWER_BASE, object)
+    from lmcache.v1.multiprocess import engine_module
+
+    return getattr(engine_module, "DiscoverableModule", object)

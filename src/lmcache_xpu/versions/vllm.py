@@ -21,17 +21,14 @@ DIFFUSION_MODULE = "vllm.v1.core.sched.diffusion_scheduler"
 
 def kv_heads(spec: AttentionSpec) -> int:
     """Return the KV heads of a layer; `num_heads` since 0.28, when MLA's specs got it too."""
-    heads: int = spec.num_heads if hasattr(spec, "num_heads") else spec.num_kv_heads
-    return heads
+    return int(spec.num_heads if hasattr(spec, "num_heads") else spec.num_kv_heads)
 
 
 def content_bytes(spec: AttentionSpec) -> int:
     """Return the bytes of one head of one token, keys and values; a property since 0.28."""
     if hasattr(spec, "state_content_size_bytes"):
-        size: int = spec.state_content_size_bytes
-    else:
-        size = spec.real_page_size_bytes // (spec.block_size * kv_heads(spec))
-    return size
+        return int(spec.state_content_size_bytes)
+    return int(spec.real_page_size_bytes // (spec.block_size * kv_heads(spec)))
 
 
 def tokens_per_state(spec: KVCacheSpec) -> Any:
@@ -41,8 +38,7 @@ def tokens_per_state(spec: KVCacheSpec) -> Any:
 
 def is_transferred(group: KVCacheGroupSpec) -> bool:
     """Return whether a connector gets a group's blocks; before 0.29 it gets those of all."""
-    transferred: bool = getattr(group, "enable_kv_transfer", True)
-    return transferred
+    return bool(getattr(group, "enable_kv_transfer", True))
 
 
 def kv_cache_layout(config: VllmConfig) -> str:
@@ -52,14 +48,12 @@ def kv_cache_layout(config: VllmConfig) -> str:
     current configuration, which is not set in a scheduler whose workers have their own processes.
     """
     if hasattr(config.cache_config, "get_resolved_kv_cache_layout"):
-        name: str = config.cache_config.get_resolved_kv_cache_layout().name
-    else:
-        from vllm.config import set_current_vllm_config
-        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+        return str(config.cache_config.get_resolved_kv_cache_layout().name)
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-        with set_current_vllm_config(config):
-            name = get_kv_cache_layout()
-    return name
+    with set_current_vllm_config(config):
+        return str(get_kv_cache_layout())
 
 
 def event_extra_keys(keys: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:

@@ -9,29 +9,20 @@ payload has no header either.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
 import stat
 import struct
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-__all__ = [
-    "HEADER_BYTES",
-    "ChunkInfo",
-    "disk_bytes",
-    "identify_chunk",
-    "pack_chunk",
-    "read_chunk",
-    "unpack_chunk",
-    "write_chunk",
-]
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 HEADER_BYTES = 4096
+SUFFIX = ".lmxkv"
+TEMPORARY = ".lmxkv.tmp"  # of a file that is written, and is not complete
 _MAGIC = b"LMXCHUNK"
 _VERSION = 1
 _FIXED = struct.Struct("<8sIIIQHH")  # magic, version, header CRC, payload CRC, payload, key, meta
@@ -55,6 +46,34 @@ class _Header(NamedTuple):
 def disk_bytes(payload_bytes: int) -> int:
     """Size of a chunk's file in whole 4 KiB blocks, header included."""
     return HEADER_BYTES + (payload_bytes + 4095) // 4096 * 4096
+
+
+def file_name(key: str) -> str:
+    """Return the name of a chunk's file: the hash of its key."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"
+
+
+def list_chunks(directory: int) -> tuple[list[tuple[int, str, int]], int]:
+    """List the files of a directory that may be chunks; remove what can't be, or is incomplete.
+
+    Opens none, and leaves files of other names alone. Returns of each file its time of last use,
+    its name and the bytes of its payload; and the number of those that were too short.
+    """
+    files, damaged = [], 0
+    for entry in os.scandir(directory):  # by its descriptor, twice as fast as by its path
+        is_temporary = entry.name.endswith(TEMPORARY)
+        if not (is_temporary or entry.name.endswith(SUFFIX)):
+            continue
+        with contextlib.suppress(OSError):  # e.g. a directory of that name
+            status = entry.stat(follow_symlinks=False)
+            payload_bytes = status.st_size - HEADER_BYTES
+            is_file = not is_temporary and _is_plain(status)
+            if is_file and payload_bytes >= 0:
+                files.append((status.st_mtime_ns, entry.name, payload_bytes))
+            else:
+                damaged += is_file
+                os.unlink(entry.name, dir_fd=directory)
+    return files, damaged
 
 
 def write_chunk(path: Path, key: str, meta: str, payload: memoryview, used_ns: int) -> None:
@@ -87,8 +106,9 @@ def read_chunk(
     """Read a payload into `buffer`, of its length; return None, or what is wrong with the file.
 
     Each slice goes to memory of this call first, and then to `buffer` if that may still be written,
-    as `is_lent` says: a slow disk may deliver when it is another's already. After an error `buffer`
-    may hold anything. Raises OSError if the file can't be opened or read.
+    as `is_lent` says: a slow disk may deliver when it is another's already. Where it may not,
+    nothing is wrong with the file: "" is returned. After an error `buffer` may hold anything.
+    Raises OSError if the file can't be opened or read.
     """
     with _open(path) as file:
         header = _parse(os.pread(file.fileno(), HEADER_BYTES, 0))
@@ -105,17 +125,14 @@ def read_chunk(
                 return f"it ends after {done} of {len(buffer)} bytes"
             crc = zlib.crc32(own[:count], crc)
             if not is_lent():
-                return "the memory to read it into was taken back"
+                return ""
             buffer[done : done + count] = own[:count]
             done += count
     return None if crc == header.crc else "its checksum does not match"
 
 
 def identify_chunk(path: Path) -> tuple[str, ChunkInfo] | None:
-    """Return key and info of a file; None if the header or the file's length is wrong.
-
-    Raises OSError if the file can't be opened or read.
-    """
+    """Return key and info of a file; None if they are wrong. OSError if it can't be read."""
     with _open(path) as file:
         header, status = _parse(os.pread(file.fileno(), HEADER_BYTES, 0)), os.fstat(file.fileno())
     if header is None or status.st_size != HEADER_BYTES + header.info.payload_bytes:
@@ -150,10 +167,15 @@ def _open(path: Path) -> BinaryIO:
     """Open a plain file of this user for reading; never waits for the other end of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+    if not _is_plain(status):
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a plain file of this user", str(path))
     return os.fdopen(fd, "rb", buffering=0)
+
+
+def _is_plain(status: os.stat_result) -> bool:
+    """Whether it is a plain file of this user."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _pack(header: _Header) -> bytes:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = ["ChunkIndex", "Entry"]
 
 _MOST_PLANNED = 8192
 _PLANNED_NS = 60 * 10**9  # a prompt is stored within that, once it was looked up
@@ -33,10 +28,7 @@ class Entry:
 
 
 class ChunkIndex:
-    """Entries by the names of their files, within a size, least recently used first.
-
-    Not thread-safe.
-    """
+    """Entries by names of files, within a size, least recently used first. Not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes  # bound on the next two
@@ -84,10 +76,8 @@ class ChunkIndex:
     def add_earlier(self, files: Iterable[tuple[int, str, int]]) -> dict[str, int]:
         """Add files of earlier runs, as used no later than now: the clock may have been ahead.
 
-        Args:
-            files: times of last use, names, and bytes of the payload.
-
-        Returns the times of last use that were changed for it.
+        Of each file the time of last use, the name, and bytes of the payload. Returns the times of
+        last use that were changed for it.
         """
         sizes: dict[int, tuple[ChunkInfo, int]] = {}  # a million files have few
         for used_ns, name, payload_bytes in files:
@@ -138,6 +128,12 @@ class ChunkIndex:
         if len(self._planned) > _MOST_PLANNED:
             del self._planned[next(iter(self._planned))]
         return False
+
+    def time_of_use(self, name: str, used_ns: int | None) -> int:
+        """Return when a chunk that is stored now counts as used: now if None, and not later."""
+        now = self.now()
+        planned_ns = self.planned(name, now if used_ns is None else min(used_ns, now))
+        return now if used_ns is None else planned_ns
 
     def planned(self, name: str, used_ns: int) -> int:
         """Take the time that `mark` has set before there was an entry; else return this one."""

@@ -12,40 +12,32 @@ Nothing raises into the server or waits for the disk there: tasks run in threads
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
+from lmcache_xpu.tiers.complaints import LOGGERS
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
-    from lmcache.v1.memory_management import MemoryObj
-
-__all__ = ["DiskL2Adapter"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+logger = LOGGERS["disk"]
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
-    """Objects of LMCache's server on a local disk, found again after a restart.
-
-    Thread-safe. One server for each directory.
+    """Objects of LMCache's server on a local disk, found again after a restart. Thread-safe.
 
     Raises SettingsError, and the server does not start, if one of the option's `adapter_params` is
-    wrong, or the directory can't be used or is in use.
+    wrong, or the directory can't be used or is in use: one server for each.
     """
 
     RESIDENCY = "LOCAL"

@@ -11,36 +11,68 @@ from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["DirectoryLock", "check_owner"]
-
 _OWN = "of the user that runs this process, and no link"
 
 
 class DirectoryLock:
-    """Holds `directory` from construction until `release`, through flock on it and on a file in it.
+    """Holds `directory`, made if it is missing, from construction until `release`, through flock.
 
-    The file names the last holder; versions before 0.2 lock it alone. The directory's mode becomes
-    0700. Its `descriptor`, and the path `held`, lead to it, whatever the owner of a parent puts in
-    its place.
+    The file `lock` in it is locked, too, as by the first engines alone, and names the last holder.
+    The directory's mode becomes 0700. Paths by `at` lead into it, whatever the owner of a parent
+    puts in its place.
 
-    Waits some seconds for another holder, e.g. an engine that is shutting down. Raises OSError, and
-    SettingsError if another holds it, or it or its lock file is a link or another user's.
+    Waits some seconds for another holder, e.g. an engine that is shutting down. Raises
+    SettingsError if the directory can't be made or used, another holds it, or it or its lock file
+    is a link or another user's.
     """
 
     def __init__(self, directory: Path, wait_seconds: float) -> None:
         self._directory = directory
+        self._path = directory  # by which it is reached
         self._fds: list[int] = []
         try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._open()
             self._wait(wait_seconds)
-        except BaseException:
+        except OSError as error:
+            self.release()
+            raise SettingsError(
+                f"directory {directory}: {error.strerror}",
+                "one that this user owns, or may create, and can write to",
+            ) from error
+        except SettingsError:
             self.release()
             raise
         self.descriptor = self._fds[0]
-        self.held = Path(f"/proc/self/fd/{self.descriptor}")
+        self._path = Path(f"/proc/self/fd/{self.descriptor}")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released yet."""
+        return bool(self._fds)
+
+    def at(self, name: str) -> Path:
+        """Return the path of a file in the directory; once it is released, by the usual path."""
+        return self._path / name
+
+    def again(self) -> DirectoryLock:
+        """Return this lock, or another where the directory was removed, and is made again.
+
+        Raises OSError if it can't be, or if another process holds it; then this one stays.
+        """
+        path = self._directory
+        if not self._fds or (path.is_dir() and path.samefile(self._path)):
+            return self
+        try:
+            lock = DirectoryLock(path, 0)
+        except SettingsError as error:
+            raise OSError(str(error)) from error
+        self.release()
+        return lock
 
     def release(self) -> None:
         """Let go; may be called twice."""
+        self._path = self._directory
         while self._fds:
             os.close(self._fds.pop())
 

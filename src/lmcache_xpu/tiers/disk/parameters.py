@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_LIMIT_BYTES
+from lmcache_xpu.tiers.complaints import LOGGERS
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 from lmcache_xpu.tiers.disk.lock import check_owner
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["DiskSettings"]
-
-logger = logging.getLogger("vllm.lmcache_xpu.disk")  # vLLM prints its own loggers only
+logger = LOGGERS["disk"]
 
 
 class DiskSettings(BaseModel):
     """The `disk.*` entries of LMCache's `extra_config`, or of its server's option.
 
-    Args:
-        path: directory that holds one directory for each engine or server.
-        gib: what that may use.
-        threads: reads at a time.
-        engine: number among engines that share the path.
+    The path holds a directory for each engine or server, which may use so many GiB.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     path: str = Field(alias="disk.path", min_length=1)
     gib: float = Field(alias="disk.gib", gt=0, allow_inf_nan=False)
-    threads: int = Field(4, alias="disk.threads", ge=1)
-    engine: int = Field(0, alias="disk.engine", ge=0)
+    threads: int = Field(4, alias="disk.threads", ge=1)  # reads at a time
+    engine: int = Field(0, alias="disk.engine", ge=0)  # number among those that share the path
 
     @classmethod
     def parse(cls, entries: Mapping[str, object], *, alone: bool = False) -> Self:
-        """Check the entries; `alone`, there may be no others.
-
-        Raises SettingsError if one is wrong, missing or unknown.
-        """
+        """Check the entries (`alone`: there are no others); SettingsError if one is wrong."""
         own = {name: value for name, value in entries.items() if alone or name.startswith("disk.")}
         try:
             return cls.model_validate(own)
@@ -64,10 +53,7 @@ class DiskSettings(BaseModel):
         return int(self.gib * 2**30)
 
     def open_store(self, name: str) -> ChunkStore:
-        """Open the directory of this name in the path, for one engine or server.
-
-        Raises SettingsError if it can't be used, or another process uses it.
-        """
+        """Open an engine's or a server's directory; SettingsError if it is in use, or of no use."""
         directory = Path(self.path) / name
         try:
             # Root's is right, too: what Kubernetes and Docker mount, or /var/cache.

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import errno
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import TYPE_CHECKING
+
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import STORE_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
-    from lmcache.utils import CacheEngineKey
-    from lmcache.v1.distributed.api import ObjectKey
-    from lmcache.v1.memory_management import MemoryObj
-
-    from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-
-__all__ = ["BEHIND", "FAILED", "DiskWriter"]
+from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 _DRAIN_SECONDS = 10.0
 BEHIND = (
@@ -38,10 +31,8 @@ FAILED = (
 class DiskWriter:
     """Writes chunks, holding a reference to each until its write has ended. Thread-safe.
 
-    Args:
-        store: where they go.
-        limit_bytes: of chunks whose writes have not ended; a larger one is taken when it is alone.
-        threads: writes at a time.
+    `limit_bytes` bounds the chunks whose writes have not ended; a larger one is taken when it is
+    alone. So many threads write at a time.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:

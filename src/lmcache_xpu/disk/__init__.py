@@ -1,1 +1,0 @@
-"""The package of the disk tier in users' settings of LMCache."""
