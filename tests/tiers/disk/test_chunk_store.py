@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from support.chunk_files import KIB, NO_LIMIT, file_of, files, load, payload, reopened
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
@@ -98,6 +101,16 @@ def test_files_of_earlier_runs_count(store):
     assert [key for key in "abcde" if key in again] == ["a", "d", "e"]
     assert len(files(again.directory)) == 3
     again.close()
+
+
+def test_a_disk_that_fails_as_it_is_listed_is_named_and_let_go(directory, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken, pytest.raises(SettingsError, match="Input/output error"):
+        broken.setattr("os.scandir", fail)
+        ChunkStore(directory, NO_LIMIT)
+    ChunkStore(directory, NO_LIMIT, lock_seconds=0).close()
 
 
 def test_a_limit_of_zero_empties(store, directory):

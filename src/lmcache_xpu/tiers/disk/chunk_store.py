@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import (
@@ -62,7 +63,13 @@ class ChunkStore:
         self._index = ChunkIndex(limit_bytes)
         self._serial = itertools.count()
         self._held = DirectoryLock(directory, lock_seconds)
-        self._scan()
+        try:
+            self._scan()
+        except OSError as error:
+            self.close()
+            raise SettingsError(
+                f"directory {directory}: {error.strerror}", "one that can be listed"
+            ) from error
 
     def __contains__(self, key: str) -> bool:
         return file_name(key) in self._index
