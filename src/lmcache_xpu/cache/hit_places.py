@@ -19,23 +19,6 @@ import msgspec
 
 from lmcache_xpu.errors import TransferError
 
-__all__ = [
-    "ALIGN",
-    "COMMIT",
-    "LOCATE",
-    "REGISTER",
-    "RELEASE",
-    "RESERVE",
-    "Groups",
-    "Hit",
-    "ObjectSlots",
-    "Reservation",
-    "Rows",
-    "needed_chunks",
-    "received",
-    "sent",
-]
-
 ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     f"lmcache_xpu.{name}_v4"
     for name in ("align", "register", "locate", "release", "reserve", "commit")

@@ -41,8 +41,6 @@ from lmcache_xpu.versions.lmcache_server import begin_prefetch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LocalCache", "PromptKeys"]
-
 RESET_S = 1.0
 FLOAT8_MARK = ".fp8"  # behind the salts of chunks in an fp8 tier, which are hexadecimal
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`

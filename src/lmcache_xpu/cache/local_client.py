@@ -12,8 +12,6 @@ from lmcache_xpu.cache.local_cache import LocalCache
 from lmcache_xpu.cache.protocol import KeyScope, ReadPolicy, TokenRange
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
-__all__ = ["LocalClient", "LocalLookUps"]
-
 
 class LocalClient:
     """Asks a cache that always answers; see `Cache`.

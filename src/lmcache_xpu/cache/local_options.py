@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.server_options import disk_option, shared_option
 
-__all__ = ["CPU", "DISK", "SHARED", "LocalCacheOptions"]
-
 CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
 
 

@@ -27,17 +27,6 @@ from lmcache_xpu.metrics import Flow
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "Answer",
-    "Cache",
-    "CacheLookUps",
-    "CachePlaces",
-    "KeyScope",
-    "ReadPolicy",
-    "Skipped",
-    "TokenRange",
-]
-
 T = TypeVar("T")
 Skipped = Sequence[Sequence[int]]  # by KV cache group, chunks that a worker lacks
 

@@ -24,8 +24,6 @@ from lmcache_xpu.cache.hit_places import Rows
 from lmcache_xpu.metrics import evicted
 from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
-__all__ = ["Room", "object_layout"]
-
 # LMCache warns of each reservation for which room is only made afterwards: with objects of several
 # sizes that is each store into full memory.
 _NO_ROOM = "Failed to batched allocate"

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SEAL_BYTES", "Seals", "break_seal", "seal", "seals_at", "seals_of"]
-
 Seals = list[list[bytes]]  # by group, of each chunk
 SEAL_BYTES = 64
 _DIGEST_BYTES = 32

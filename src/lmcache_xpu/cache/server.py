@@ -21,8 +21,6 @@ from lmcache_xpu.cache.protocol import Answer, CachePlaces
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
 
-__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Question", "Server"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # A lease that was not used for so long is given up: the server may lend the memory to others.

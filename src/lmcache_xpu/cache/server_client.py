@@ -24,8 +24,6 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
 
-__all__ = ["KeyScope", "ServerClient"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 ALIGN_S = 1.0  # a server without any module is silent
 

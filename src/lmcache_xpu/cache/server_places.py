@@ -28,8 +28,6 @@ from lmcache_xpu.cache.hit_places import (
 from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["ServerPlaces"]
-
 T = TypeVar("T")
 
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
 
-__all__ = ["LMCacheXPUServerConnector"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration

@@ -25,8 +25,6 @@ from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGr
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["HitEnds"]
-
 QUESTION_TOKENS = 256  # that a question may have, with an answer or a template before it
 LEAST_TOKENS = 128  # of a step that ends for it: a step takes as long with fewer
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-__all__ = ["Keys", "salt_of"]
-
 MOST_DAMAGED = 4096  # first chunks that are remembered
 
 

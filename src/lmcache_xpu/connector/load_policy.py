@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["Hit", "LoadMode", "LoadPolicy", "Loads"]
-
 Loads = Literal["auto", "always", "step", "async"]
 LoadMode = Literal["step", "async", "computed"]
 

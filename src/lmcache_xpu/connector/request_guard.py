@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from lmcache_xpu.metrics import fallback
 
-__all__ = ["NOTHING_UNSERVED", "Promises", "Unserved", "guarded"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 

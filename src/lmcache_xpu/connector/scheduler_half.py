@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.connector.worker_half import WorkerHalf
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
-__all__ = ["SchedulerHalf"]
-
 LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
 

@@ -28,8 +28,6 @@ from lmcache_xpu import metrics
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ConnectorStats", "PromMetrics", "StatsHooks", "take"]
-
 MIB, GIB = 2**20, 2**30
 COUNTS, LEVELS = "counts", "levels"
 

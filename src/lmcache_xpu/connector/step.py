@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["Step", "WorkerReport", "awaiting_layers", "may_run_as_one_graph", "written_blocks"]
-
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache.local_cache import PromptKeys
 
-__all__ = ["BlockSizes", "TrackedRequest"]
-
 MOST_STORED = "lmcache.max_offload_tokens"  # LMCache's option of a request
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
-__all__ = ["WorkerHalf"]
-
 TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 DRAIN_S = 10.0
 START_S = 10.0  # for the first answer to a look-up

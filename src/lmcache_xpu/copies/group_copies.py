@@ -27,9 +27,6 @@ from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Plan
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
 
-__all__ = ["GroupCopies"]
-
-
 # What an fp8 tier can hold in fewer bytes.
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -18,8 +18,6 @@ from lmcache_xpu.transfer.plan import HostMemory, LayerGroup
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["LayerCopy", "LoadPipeline", "group_starts"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 

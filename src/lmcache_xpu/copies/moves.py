@@ -29,8 +29,6 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event, SideStream, StoreHandle
 
-__all__ = ["Located", "Moves"]
-
 
 class Located(NamedTuple):
     """What a load reads, in the server's memory."""

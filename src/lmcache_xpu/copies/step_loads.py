@@ -43,8 +43,6 @@ from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["StepLoads"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most

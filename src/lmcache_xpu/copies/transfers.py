@@ -25,8 +25,6 @@ from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 
-__all__ = ["Transfers"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # The engine waits so long before a step for stores of blocks that the step writes.

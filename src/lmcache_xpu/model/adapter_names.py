@@ -14,8 +14,6 @@ from pathlib import Path
 
 from lmcache_xpu.model.model_fingerprint import fingerprint
 
-__all__ = ["adapter_name"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _BEGAN_NS = time.time_ns()  # of this module, which comes with the connector, before any adapter

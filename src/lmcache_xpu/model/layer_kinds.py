@@ -13,8 +13,6 @@ from lmcache_xpu.errors import SettingsError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
-
 OTHER_WAYS = "Leave layerwise off, or use --no-offload (plain vLLM)."
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one

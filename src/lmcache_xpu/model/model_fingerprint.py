@@ -13,8 +13,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fingerprint"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")

@@ -16,8 +16,6 @@ from lmcache_xpu.errors import SettingsError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["ENVIRONMENT", "NAMED", "settings_mark"]
-
 # By vLLM's configuration: fields that count where they have another value than vLLM's default.
 NAMED: dict[str, tuple[str, ...]] = {
     "model_config": (

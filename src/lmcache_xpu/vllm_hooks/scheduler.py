@@ -25,8 +25,6 @@ from lmcache_xpu.versions import vllm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LMCacheXPUScheduler", "beginning_anew"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 Handler = Callable[[Any, set[int], Mapping[str, int]], set[str]]
