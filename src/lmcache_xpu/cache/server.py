@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots
-from lmcache_xpu.cache.protocol import Answer, CachePlaces
+from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.seals import Seals
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
+from lmcache_xpu.transfer.host_copies import LENT
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -67,7 +69,7 @@ class LentMemory:
         self._pins = not (is_pinned or is_host(device)) and register_host(
             pool.data_ptr(), len(pool), device
         )
-        self.pinned = is_pinned or self._pins
+        self.pinned = LENT[pool.data_ptr()] = is_pinned or self._pins
 
     @classmethod
     def at(cls, address: int, size: int, device: torch.device, *, is_pinned: bool) -> Self:
@@ -142,8 +144,9 @@ class LentMemory:
 
     def release(self) -> None:
         """Give the pinning back, once nothing copies any more; may be called again."""
+        LENT.pop(self.pool.data_ptr(), None)
         if self._pins:
-            self._pins = self.pinned = False
+            self._pins = False
             unregister_host(self.pool.data_ptr(), self._device)
 
 
@@ -156,7 +159,7 @@ class Question(NamedTuple):
         memory: that the cache lent when it was asked.
         begun: when it was asked.
         answer: that comes.
-        places: who was asked.
+        seals: that the chunks should have; None where nobody else writes to the memory.
     """
 
     number: int
@@ -164,7 +167,7 @@ class Question(NamedTuple):
     memory: LentMemory
     begun: float
     answer: Answer[ObjectSlots | None]
-    places: CachePlaces
+    seals: Seals | None = None
 
 
 class Server:
@@ -231,13 +234,6 @@ class Server:
             return None
         self._memory = None
         return memory
-
-    def pinned(self, address: int) -> bool | None:
-        """Whether its memory at this address is pinned; None for other memory."""
-        memory = self._memory
-        if memory is None or memory.pool.data_ptr() != address:
-            return None
-        return memory.pinned
 
     def answer(
         self,

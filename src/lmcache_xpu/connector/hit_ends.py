@@ -15,9 +15,9 @@ arXiv:2411.19379). Here it is set to one of these ends after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGroup
@@ -35,12 +35,7 @@ class _Ends(NamedTuple):
 
 
 class HitEnds:
-    """Called by the scheduler's thread.
-
-    Args:
-        groups: KV cache groups that are stored.
-        chunk_tokens: tokens of a chunk.
-    """
+    """The ends of one scheduler's requests; `groups` are KV cache groups that are stored."""
 
     def __init__(self, groups: Sequence[CacheGroup], chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -50,27 +45,24 @@ class HitEnds:
         ]
         self._ends: dict[str, _Ends] = {}  # by request
 
-    @classmethod
-    def of(cls, groups: Sequence[CacheGroup], chunk_tokens: int) -> Self | None:
-        """Return those of an engine; None if all layers can be hit at the end of any chunk."""
-        some = any(group.recurrent or group.window is not None for group in groups)
-        return cls(groups, chunk_tokens) if some else None
-
-    def begin(self, request: Request, start: int, shared: int) -> None:
+    def begin(self, request: Request, start: int, shared: Callable[[], int]) -> None:
         """Choose the ends of a request that may be scheduled next.
 
         Args:
             request: vLLM's, with the end that vLLM has chosen, if any.
             start: tokens that are not computed.
-            shared: tokens of its prefix whose attention a cache has.
+            shared: says of how many tokens of its prefix a cache has the attention; called only
+                where layers have windows or states.
         """
+        if not (self._keeps_states or self._windows):
+            return
         size = self._chunk_tokens
         last = request.num_prompt_tokens // size * size
         step = -(-LEAST_TOKENS // size) * size
         # Behind the last whole chunk there may be room for the question: a step less.
         first = (request.num_prompt_tokens - QUESTION_TOKENS) // size * size
         question = range(last - step, first - 1, -step)
-        ends = {request.shared_prefix_boundary, shared, *question}
+        ends = {request.shared_prefix_boundary, shared(), *question}
         kept = {
             window: self._kept_chunks((*ends, last), last, window)
             for window in {group.window_chunks(size) for group in self._windows}

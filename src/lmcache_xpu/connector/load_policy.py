@@ -57,10 +57,6 @@ class _Step(NamedTuple):
 class LoadPolicy:
     """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take.
 
-    Args:
-        tuning: of the engine's device.
-        clock: seconds.
-
     Attributes:
         loads: `always` never computes a hit; `step` or `async` leaves no choice. It is `async`
             unless vLLM's scheduler begins a request anew whose load inside a step failed.
@@ -86,10 +82,7 @@ class LoadPolicy:
     def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
         """Choose for a request that may be scheduled next; the last choice counts.
 
-        Args:
-            request: vLLM's.
-            kept: tokens in vLLM's own prefix cache.
-            tokens: that can be loaded beyond those.
+        So many `tokens` can be loaded beyond the `kept` ones of vLLM's own prefix cache.
         """
         name, hit = request.request_id, Hit(tokens, request.num_tokens - kept - tokens)
         mode: LoadMode = "step"
@@ -115,12 +108,9 @@ class LoadPolicy:
     def begin_step(
         self, step: SchedulerOutput, inside: Collection[str], waiting: Collection[str]
     ) -> tuple[int | None, int]:
-        """Begin a step that vLLM has decided on.
+        """Begin a step that vLLM has decided on, with requests whose loads are `inside` it.
 
-        Args:
-            step: vLLM's.
-            inside: requests whose loads are inside it.
-            waiting: requests that begin to wait for their loads.
+        Those that are `waiting` begin to wait for theirs.
 
         Returns:
             The number by which workers report that it has ended, None if nothing depends on it; and
@@ -141,12 +131,9 @@ class LoadPolicy:
     def end_step(
         self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
     ) -> None:
-        """Take what workers report of a step that has ended.
+        """Take what workers report of a step that has ended, by its number, None if none did.
 
-        Args:
-            number: the step's; None if no worker reported it.
-            arrived: requests whose loads beside steps have ended; these may have failed.
-            loaded_per_s: tokens per second of the last loads; None where none has ended.
+        Requests have `arrived` whose loads beside steps have ended; these may have failed.
         """
         self._waiting.difference_update(arrived)
         if loaded_per_s is not None:

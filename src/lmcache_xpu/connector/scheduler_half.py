@@ -1,12 +1,4 @@
-"""The scheduler's half of the connector to LMCache's server.
-
-arrived         a request has come: the server begins to look
-matched_tokens  FIND: how many tokens the server has; CHOOSE: what becomes of them
-allocated       a request has its blocks
-describe        DESCRIBE: what the workers load and store in a step
-end_step        what the workers report
-finished        a request has ended
-"""
+"""The scheduler's half of the connector: it finds hits, chooses, and describes steps."""
 
 from __future__ import annotations
 
@@ -22,7 +14,7 @@ from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
-from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
+from lmcache_xpu.connector.step import Step, WorkerReport, may_load_in_steps, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import block_tokens
 from lmcache_xpu.transfer.tuning import TUNING
@@ -52,7 +44,6 @@ class SchedulerHalf:
         client: Cache,
         groups: Sequence[CacheGroup],
     ) -> None:
-        sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self.policy = LoadPolicy(TUNING)
         # Its blocks are freed with their request alone: they tell which requests a load was for.
@@ -60,39 +51,26 @@ class SchedulerHalf:
         self.promises = Promises(None if self._whole is None else self._whole.block_tokens)
         self._config = config
         self._client = client
-        self._sizes = sizes
+        self._sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         # A server does not say where the attention of prompts parts: it keeps all windows.
         kept = groups if client.local else [group for group in groups if group.recurrent]
-        self._ends = HitEnds.of(kept, sizes.chunk_tokens)
+        self._ends = HitEnds(kept, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
         # Of several groups some need the end of a prefix alone.
-        self._shares = len(groups) == 1 and getattr(
-            config.cache_config, "enable_prefix_caching", False
-        )
+        self._shares = len(groups) == 1 and config.cache_config.enable_prefix_caching
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
-        # vLLM zeroes new blocks of attention beside states, and copies a state before the first
-        # layer: both come behind a load that begins as the step is described.
         self._states = sum(group.recurrent for group in groups)
-        begins_ahead = client.local is not None and all(
-            group.recurrent or group.window is None for group in groups
-        )
-        # Of several ranks the others would store what came of a load that failed on one.
-        may_load_in_steps = (
-            config.parallel_config.world_size == 1
-            and len(kv_cache_config.kv_cache_groups) == len(groups)
-            and self._whole is not None
-            and (begins_ahead if self._states else not kv_cache_config.needs_kv_cache_zeroing)
-        )
-        self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
+        is_inside = may_load_in_steps(config, kv_cache_config, groups, is_local=bool(client.local))
+        self._chosen_loads: Any = options.get(LOADS, "auto") if is_inside else "async"
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
@@ -117,12 +95,10 @@ class SchedulerHalf:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
-        """Look a request up that may be scheduled next.
+        """Return the tokens that can be loaded beyond the `kept` ones of vLLM's own prefix cache.
 
-        Returns:
-            The number of tokens that can be loaded beyond the `kept` ones of vLLM's own prefix
-            cache, and whether the request waits for them. None if vLLM is to ask again: the server
-            still looks, or another request loads what it lacks first.
+        And whether the request waits for them. None if vLLM is to ask again: the server still
+        looks, or another request loads what it lacks first.
         """
         name = request.request_id
         self._shared.pop(name, None)  # nothing of its load has arrived, if there was one
@@ -136,8 +112,7 @@ class SchedulerHalf:
             tracked = self._requests[name] = self._new(request, kept)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
-            if self._ends is not None:
-                self._ends.begin(request, kept, 0)
+            self._ends.begin(request, kept, lambda: 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
@@ -147,9 +122,11 @@ class SchedulerHalf:
         if hit is None:
             return None, True
         tracked.looked_up(hit, kept)
-        if self._ends is not None:
-            shared = self._lookups.shared(chunks) if hit < chunks.end else hit
-            self._ends.begin(request, max(hit, kept), shared)
+        self._ends.begin(
+            request,
+            max(hit, kept),
+            lambda: self._lookups.shared(chunks) if hit < chunks.end else hit,
+        )
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
@@ -185,21 +162,20 @@ class SchedulerHalf:
         self.promises.allocated(name, whole, tokens)
         if name in self.promises.broken:
             return
+        self._shared.pop(name, None)
         tracked = self._requests[name]
         tracked.allocated(ids)
         if tracked.has_blocks:
-            self._shared.pop(name, None)
             return
         tracked.has_blocks = True
         load = tracked.load() if tokens > 0 else None
         self._lookups.forget(name)
         end = tracked.hit if load is None else tracked.kept
         self._lookups.release(tracked.range(0, end), tracked.hit)
-        if load is None:
-            return
-        self._loads[name] = load
-        if self._shares and not tracked.in_step:
-            self._shared[name] = tracked
+        if load is not None:
+            self._loads[name] = load
+            if self._shares and not tracked.in_step:
+                self._shared[name] = tracked
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -209,8 +185,7 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
-        if self._ends is not None:
-            self._ends.finished(name)
+        self._ends.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -234,13 +209,11 @@ class SchedulerHalf:
     def describe(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step."""
         self._lookups.end_step()
-        if self.promises.broken:
-            self._forget_broken()
+        self._forget_broken()
         self._store_no_more(self._keys.outdated())  # an adapter's files have changed
-        inside: dict[str, TokenRange] = {}
-        waiting: dict[str, TokenRange] = {}
-        for name, load in self._loads.items():
-            (inside if self._requests[name].in_step else waiting)[name] = load
+        loads = self._loads.items()
+        inside = {name: load for name, load in loads if self._requests[name].in_step}
+        waiting = {name: load for name, load in loads if name not in inside}
         stores = list(self._stores_of(output))
         sources = {}
         if self.policy.loads != "async" and (whole := self._whole) is not None:
@@ -323,13 +296,12 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
-            if self._ends is not None:
-                self._ends.go_on(tracked.request, end)
+            self._ends.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)
             if store is not None:
-                yield store if self._ends is None else self._ends.kept(store)
+                yield self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -32,7 +32,6 @@ class BlockSizes:
     """How vLLM cuts a prompt into blocks, and the server into chunks.
 
     Args:
-        chunk_tokens: tokens of a chunk.
         block_tokens: by KV cache group of vLLM, tokens of a block; 0 for one without tokens.
         hashed_tokens: tokens of a block that vLLM hashes.
         moved_blocks: at the end of a request, blocks that vLLM may move: it names one again, and
@@ -70,9 +69,6 @@ class TrackedRequest:
     """A request, from its first look-up to its end or its preemption.
 
     Args:
-        request: vLLM's; an attribute too.
-        salt: what sets its KV apart beside its tokens.
-        sizes: of blocks and chunks; an attribute too.
         keys: filled here with keys of its chunks in a cache of this process, by vLLM's hashes of
             blocks; None for a server, which gets its tokens.
 
@@ -158,9 +154,8 @@ class TrackedRequest:
     def store(self, computed: int, *, answers: bool) -> TokenRange | None:
         """Return the chunks that a step completes, and count them as stored; None if none.
 
-        Args:
-            computed: tokens whose KV is there behind the step.
-            answers: chunks with tokens of the answer are stored as well.
+        Behind the step the KV of so many tokens is `computed`. With `answers`, chunks with tokens
+        of the answer are stored as well.
         """
         size = self.sizes.chunk_tokens
         allocated = min(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -49,7 +49,6 @@ class GroupCopies:
         kv_caches: the engine's, by the names of layers.
         blocks: of the engine.
         staging_bytes: device memory that copies go through; see `Stager`.
-        register: pins memory that is not, by address and size.
 
     Attributes:
         window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
@@ -64,8 +63,7 @@ class GroupCopies:
         kv_caches: Mapping[str, EngineLayer],
         blocks: int,
         chunk_tokens: int,
-        staging_bytes: int | None,
-        register: Callable[[int, int, torch.device], bool],
+        staging_bytes: int | None = None,
     ) -> None:
         size = group.block_tokens
         # vLLM keeps a state where a step ends: at any block, which has to be a chunk's end.
@@ -92,7 +90,7 @@ class GroupCopies:
             names, of_part = zip(*alike, strict=True)
             view = PagedView.of_pages(of_part, group.block_tokens)
             with torch.inference_mode(False):  # what is kept may be written from either mode
-                stager = Stager(view, staging_bytes, register=register)
+                stager = Stager(view, staging_bytes)
             nbytes = view.layers * self._chunk_blocks * size[1]
             form = HostFormat(view.layers, view.planes, "layers")
             self.parts.append(_Part(names, stager, form, start, nbytes))
@@ -184,11 +182,6 @@ class GroupCopies:
             for group in plan.groups:
                 first = min(of_part[group.layers.start : group.layers.stop])
                 yield LayerCopy(first, stager, group, memory)
-
-    def forget(self, pool: torch.Tensor) -> None:
-        """Forget memory of the server that is about to go."""
-        for part in self.parts:
-            part.stager.forget(pool)
 
     def _plans(
         self,

@@ -117,15 +117,15 @@ class LoadPipeline:
                 done.wait()
             self._waited = groups
 
-    def after_layer(self, layer: int) -> int:
-        """Enqueue one more group behind a layer, and return its bytes; 0 if none has its turn.
+    def after_layer(self, layer: int) -> None:
+        """Enqueue one more group behind a layer, unless none has its turn.
 
         Not before the layer's own work: drivers take about a thousand copies, and then the caller
         waits. And one group at most: behind the first layer the device has no other work yet.
         """
         ahead = max(TUNING.groups_ahead, self._head_start)
         last = bisect.bisect_right(self.starts, layer) + ahead
-        return self.enqueue(min(last, len(self.done) + 1))
+        self.enqueue(min(last, len(self.done) + 1))
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""

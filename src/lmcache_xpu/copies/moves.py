@@ -29,6 +29,9 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event, SideStream, StoreHandle
 
+# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
+SENT_S = 0.0003
+
 
 class Located(NamedTuple):
     """What a load reads, in the server's memory."""
@@ -107,7 +110,7 @@ class Moves:
             for handle in handles:
                 handle.done.synchronize()
             check_lease(begun)
-            if (seals := self.seals(key)) is not None:
+            if (seals := self._seals(key)) is not None:
                 digests = _of_objects(seals, slots)
                 for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
                     seal(obj, digest)
@@ -124,7 +127,7 @@ class Moves:
         Errors as for `store`; the blocks then hold anything.
         """
         asked = self.ask(tokens)
-        located = self.locate(asked, self.seals(asked.key))
+        located = self.locate(asked)
         begun, loads = time.monotonic(), list[Event]()
         with self.ending(asked):
             with self._copying(transfer, event):
@@ -151,21 +154,21 @@ class Moves:
             GivenUpError: the server is lost.
         """
         key = self._client.key(tokens, worker=True)
-        begun, memory, places = time.monotonic(), self._server.lent, self._places
-        number = next(self._numbers)
-        return Question(number, key, memory, begun, places.locate(number, key), places)
+        begun, memory, number = time.monotonic(), self._server.lent, next(self._numbers)
+        asked = Question(number, key, memory, begun, self._places.locate(number, key))
+        asked.answer.wait(SENT_S)
+        with self.ending(asked):
+            # They take milliseconds, in which the server looks the chunks up.
+            return asked._replace(seals=self._seals(key))
 
-    def seals(self, key: Any) -> Seals | None:
-        """Return the seals of a key's chunks; None where nobody else writes to the memory.
-
-        They take milliseconds, best while the server looks the chunks up.
-        """
+    def _seals(self, key: Any) -> Seals | None:
+        """Return the seals of a key's chunks; None where nobody else writes to the memory."""
         if not self._places.is_sealed:
             return None
         size = self._client.chunk_tokens
         return [seals_of(key, size, copies.layout) for copies in self._groups]
 
-    def locate(self, asked: Question, seals: Seals | None, at_most_s: float = math.inf) -> Located:
+    def locate(self, asked: Question, at_most_s: float = math.inf) -> Located:
         """Wait for an answer, as `Server.answer`, and compare the seals of what it names.
 
         Raises:
@@ -185,6 +188,7 @@ class Moves:
             for number, expected in enumerate(needed_chunks(count, self._windows)):
                 if (chunks := slots.chunks(number)) != list(expected):
                     raise TransferError(f"chunks {chunks} of group {number}", f"chunks {expected}")
+            seals = asked.seals
             digests = None if seals is None else b"".join(_of_objects(seals, slots))
             located = Located(asked, slots, self._objects(asked.memory, slots), digests)
             located.check()
@@ -201,7 +205,7 @@ class Moves:
 
     def end_load(self, asked: Question) -> None:
         """Say to the server that nothing of an answer is read any more; waits for no answer."""
-        asked.places.release(asked.number, asked.key)
+        self._places.release(asked.number, asked.key)
 
     @contextmanager
     def ending(self, asked: Question) -> Iterator[None]:

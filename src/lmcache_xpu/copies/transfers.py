@@ -85,10 +85,6 @@ class Transfers:
         threads = self._stores.transfers() or self._loads.transfers()
         return bool(threads) or self.in_steps.outcomes.pending
 
-    def pinned(self, address: int) -> bool | None:
-        """Whether the server's memory at this address is pinned; None for other memory."""
-        return self._server.pinned(address)
-
     def let_write(self, blocks: Collection[int] | None = None) -> None:
         """Let the engine's thread enqueue writes to these blocks, or any, which stores still read.
 
@@ -168,8 +164,6 @@ class Transfers:
     def _give_back(self, memory: LentMemory) -> None:
         while self.busy:  # with what had begun; the server is not healthy yet
             time.sleep(_POLL_S)
-        for copies in self.groups:
-            copies.forget(memory.pool)
         memory.release()
 
     def event(self) -> Event:

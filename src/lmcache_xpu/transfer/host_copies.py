@@ -21,6 +21,8 @@ from lmcache_xpu.transfer.tuning import TUNING
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
+# Whether memory that a cache lends is pinned, by its address: who lends it pins it, and says so.
+LENT: dict[int, bool] = {}
 SMALLEST_STAGING_BYTES = 2 * 2**20
 _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
@@ -52,15 +54,9 @@ class HostCopies:
                 (storage.data_ptr(), storage.nbytes()): part
                 for part, storage in zip(memory, storages, strict=True)
             }
-            for allocation in parts.keys() - self._pinning.keys():
-                self._pinning[allocation] = self._pin(parts[allocation], *allocation)
-            memory.pinning = min(map(self._pinning.__getitem__, parts), default=Pinning.ALLOCATED)
+            pinnings = (self._pinning_of(part, *place) for place, part in parts.items())
+            memory.pinning = min(pinnings, default=Pinning.ALLOCATED)
         return memory.pinning >= at_least
-
-    def forget(self, memory: torch.Tensor) -> None:
-        """Forget an allocation that is about to go; another one may get its addresses."""
-        storage = memory.untyped_storage()
-        self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
 
     def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
         """Enqueue copies from parts of the host, flat bytes, one after another into `target`.
@@ -93,6 +89,13 @@ class HostCopies:
     def _pinned_as(self, memory: torch.Tensor) -> torch.Tensor:
         pin = not is_host(self._device)
         return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
+
+    def _pinning_of(self, part: torch.Tensor, address: int, size: int) -> Pinning:
+        if address in LENT and not part.is_pinned():
+            return Pinning.REGISTERED if LENT[address] else Pinning.NONE
+        if (address, size) not in self._pinning:
+            self._pinning[address, size] = self._pin(part, address, size)
+        return self._pinning[address, size]
 
     def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():

@@ -9,7 +9,7 @@ Where engine memory is host memory (CPU), gather and scatter work on host memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from lmcache_xpu.transfer.devices import (
     has_triton,
     is_host,
     kernels_need,
-    register_host,
     upload,
 )
 from lmcache_xpu.transfer.gather_scatter import Float8Transfer, TorchTransfer
@@ -45,7 +44,6 @@ class Stager:
     Args:
         staging_bytes: device memory for staging, see `StagingRing.allocate`; none on the host.
         in_place: memory on the view's device is not staged. Off for tests.
-        register: pins memory that is not, by address and size.
 
     Attributes:
         reaches_host: kernels move pinned host memory themselves.
@@ -61,7 +59,6 @@ class Stager:
         staging_bytes: int | None = None,
         *,
         in_place: bool = True,
-        register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
         self.device = view.device
@@ -76,7 +73,7 @@ class Stager:
             self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
         self.row_bytes = view.row_bytes
-        self._host = HostCopies(self.device, register)
+        self._host = HostCopies(self.device)
 
     def hold_float8(self, dtype: torch.dtype) -> None:
         """Have host memory hold the view's elements, of this dtype, as float8 from now on."""
@@ -87,10 +84,6 @@ class Stager:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
             self._host.pinned(HostMemory([pool]))
-
-    def forget(self, pool: torch.Tensor) -> None:
-        """Forget memory that is about to go, once nothing copies from or to it."""
-        self._host.forget(pool)
 
     def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
         """Return where the chunks of a request go; see `Plan`."""
