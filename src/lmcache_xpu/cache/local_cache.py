@@ -47,20 +47,11 @@ LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.c
 
 
 class PromptKeys:
-    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them.
-
-    Args:
-        model_name: of the engine's model.
-        salt: what sets the prompt's KV apart beside its tokens.
-        groups: number of KV cache groups.
-
-    Attributes:
-        by_group: by KV cache group, the keys in the order of chunks.
-    """
+    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them."""
 
     def __init__(self, model_name: str, salt: str, groups: int) -> None:
         self._names = model_name, salt
-        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]
+        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]  # in order of chunks
 
     def __len__(self) -> int:
         """Return the number of chunks."""
@@ -79,14 +70,9 @@ class LocalCache:
     Keys are `TokenRange`s, whose tokens are `PromptKeys`.
 
     Args:
-        options: of the cache.
         device: that copies from and to its memory.
-        model_name: as keys have it.
         alignment: tokens of which a chunk is a multiple.
         engine: number of the engine among those that share the disk.
-
-    Attributes:
-        is_float8: elements are float8 in the tiers. Keys say so: exact chunks have others.
     """
 
     is_sealed = False  # nobody else writes to the memory
@@ -105,7 +91,7 @@ class LocalCache:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
         ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
-        self.is_float8 = options.tier_dtype == "fp8"
+        self.is_float8 = options.tier_dtype == "fp8"  # keys say so: exact chunks have others
         self._users = 1  # halves of an engine
         self._device = device
         self._layouts: list[Any] = []
@@ -115,7 +101,7 @@ class LocalCache:
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
         adapters = options.adapters(engine)
-        self._other_tiers, self.has_other_tiers = tuple(adapters), bool(adapters)
+        self._other_tiers, self.has_other_tiers = list(adapters), bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
             StorageManagerConfig(
@@ -136,8 +122,7 @@ class LocalCache:
     ) -> Self:
         """Make the cache of an engine, for its worker.
 
-        Raises:
-            SettingsError: the engine has several workers, or the disk can't be used.
+        Raises SettingsError if the engine has several workers, or the disk can't be used.
         """
         parallel = config.parallel_config
         if parallel.world_size > 1:
@@ -156,8 +141,7 @@ class LocalCache:
     def of_worker(cls, config: VllmConfig) -> Self:
         """Return the cache that an engine's worker has made, for its scheduler.
 
-        Raises:
-            SettingsError: the worker is in another process.
+        Raises SettingsError if the worker is in another process.
         """
         with cls._making:
             cache = cls._of_engines.get(config.kv_transfer_config.engine_id)
@@ -189,8 +173,7 @@ class LocalCache:
     def listen(self, listener: Callable[[str], Any]) -> None:
         """Have a listener called for what each tier gains and loses, and what is on disk already.
 
-        Args:
-            listener: makes one of LMCache's, by the tier's name.
+        One of LMCache's is made for each tier, by its name.
         """
         self._room.listen(listener(CPU))
         adapters = [adapter for _, adapter in self._storage.l2_adapters()]
@@ -207,13 +190,9 @@ class LocalCache:
     def find(self, prompt: PromptKeys, chunks: int, *, in_memory: bool) -> Any:
         """Begin to look for the first chunks of a prompt, and to lock what may be hit.
 
-        Args:
-            prompt: the keys.
-            chunks: number of chunks.
-            in_memory: nothing is loaded from other tiers, and `hit_chunks` knows at once.
+        `in_memory`: nothing is loaded from other tiers, and `hit_chunks` knows at once.
         """
-        rows = self._rows(prompt, chunks)
-        return begin_prefetch(self._storage, rows, in_memory=in_memory)
+        return begin_prefetch(self._storage, self._rows(prompt, chunks), in_memory=in_memory)
 
     def hit_chunks(self, handle: Any) -> int | None:
         """Return the chunks of a hit, once; None while other tiers are read."""
@@ -221,7 +200,7 @@ class LocalCache:
         if result is None:
             return None
         if self.has_other_tiers:
-            CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
+            self._count_use()
         hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
         return int(hit)
 
@@ -239,20 +218,14 @@ class LocalCache:
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
         """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
         needed = needed_chunks(hit, self._windows)
-        keys = [
-            of_group[chunk]
-            for of_group, chunks in zip(prompt.by_group, needed, strict=True)
-            for chunk in chunks
-            if first <= chunk < last
-        ]
-        self._room.unlock(keys)
+        groups = zip(prompt.by_group, needed, strict=True)
+        self._room.unlock([keys[n] for keys, chunks in groups for n in chunks if first <= n < last])
 
     # A worker's questions, see `CachePlaces`
 
     def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
         """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
-        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
-        prompt = [keys[:last] for keys in key.tokens.by_group]
+        prompt, first, last = self._prompt(key)
         rows = self._room.locate(number, prompt, first, needed_chunks(last - first, self._windows))
         return Answer(None if rows is None else ObjectSlots(sorted(rows)))
 
@@ -262,15 +235,14 @@ class LocalCache:
 
     def reserve(self, number: int, key: TokenRange, skipped: Skipped) -> Answer[ObjectSlots]:
         """Return where to store chunks that are not there, as far as there is room."""
-        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
-        prompt = [keys[:last] for keys in key.tokens.by_group]
+        prompt, first, _ = self._prompt(key)
         rows = self._room.reserve(number, prompt, first, skipped, self._layouts)
         return Answer(ObjectSlots(sorted(rows)))
 
     def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         """Publish chunks that are written; whether they were reserved."""
         is_published = self._room.commit(number)
-        CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
+        self._count_use()
         return Answer(is_published)
 
     def give_up(self, number: int) -> None:
@@ -292,10 +264,10 @@ class LocalCache:
         self._storage.clear()
         gone = [adapter.forget(self.model_name) for adapter in adapters]
         deadline = time.monotonic() + RESET_S  # LMCache unlocks what it has written to a disk
-        while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
+        while self.memory_use()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
-        CPU_USED_BYTES.set(self.memory_use()[0])
+        self._count_use()
         return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
 
     def close(self) -> None:
@@ -307,6 +279,14 @@ class LocalCache:
             for name in [name for name, cache in self._of_engines.items() if cache is self]:
                 del self._of_engines[name]
         self._storage.close()
+
+    def _count_use(self) -> None:
+        CPU_USED_BYTES.set(self.memory_use()[0])
+
+    def _prompt(self, key: TokenRange) -> tuple[list[list[ObjectKey]], int, int]:
+        """Return the keys of a prompt up to the end of a range, and its first and last chunk."""
+        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
+        return [keys[:last] for keys in key.tokens.by_group], first, last
 
     def _rows(self, prompt: PromptKeys, chunks: int) -> list[GroupedObjectKeys]:
         """Return LMCache's names of the first chunks of a prompt, by KV cache group."""

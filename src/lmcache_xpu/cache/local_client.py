@@ -14,12 +14,7 @@ from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
 
 class LocalClient:
-    """Asks a cache that always answers; see `Cache`.
-
-    Args:
-        local: the cache.
-        scope: what keys hold of the engine.
-    """
+    """Asks a cache that always answers; see `Cache`."""
 
     load_flow, store_flow = LOAD_CPU, STORE_CPU
     requests: Any = None
@@ -68,10 +63,6 @@ class LocalLookUps:
 
     Memory answers at once. Where it lacks chunks, other tiers are read into it if that is faster
     than computing, and the request is asked for again.
-
-    Args:
-        local: the cache.
-        policy: whether other tiers are read.
     """
 
     def __init__(self, local: LocalCache, policy: ReadPolicy) -> None:

@@ -42,11 +42,7 @@ class _LookUp:
 
 
 class LookUps:
-    """Called by the scheduler's thread.
-
-    Args:
-        client: of the server.
-    """
+    """Called by the scheduler's thread."""
 
     def __init__(self, client: Cache) -> None:
         self._client = client

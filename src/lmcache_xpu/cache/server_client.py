@@ -32,9 +32,6 @@ class ServerClient:
     """Asks one server, and knows whether it answers; see `Cache`.
 
     Args:
-        url: of the server.
-        scope: what keys hold of the engine.
-        timeout_s: seconds that the server has for an answer.
         alignment: tokens of which a chunk has to be a multiple.
         instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
             scheduler.

@@ -43,15 +43,7 @@ class _Part:
 
 
 class GroupCopies:
-    """Stores and loads chunks of one group.
-
-    Args:
-        kv_caches: the engine's, by the names of layers.
-        blocks: of the engine.
-        staging_bytes: device memory that copies go through; see `Stager`.
-
-    Attributes:
-        window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
+    """Stores and loads chunks of one group of the engine's KV caches, with so many blocks.
 
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
@@ -75,7 +67,7 @@ class GroupCopies:
                 f"Set chunk_tokens to {size}, also of a server at server_url.",
             )
         self.group = group
-        self.window_chunks = group.window_chunks(chunk_tokens)
+        self.window_chunks = group.window_chunks(chunk_tokens)  # of a hit's end; 0 for all
         self._chunk_blocks = chunk_tokens // group.block_tokens
         self._chunk_tokens = chunk_tokens
         pages = [

@@ -1,8 +1,5 @@
 """A store and a load of some chunks, from the first question to the server's last answer.
 
-    store   ask where (`reserve`), break seals, copy, seal, publish (`commit`)
-    load    ask where (`locate`), compare seals, copy, compare them again, unlock (`release`)
-
 Both run in threads beside the engine, see `transfer_queue`. A load inside a step takes the parts of
 a load one by one, see `step_loads`.
 """
@@ -69,8 +66,9 @@ class Moves:
         self._places = self._client.places(sizes, self._windows, self._server.timeout_s)
 
     def end_with_server(self) -> None:
-        """Say to the server that this worker ends; waits for nothing."""
-        self._places.leave()
+        """Say to the server that this worker ends, if it knows it; waits for nothing."""
+        if hasattr(self, "_places"):
+            self._places.leave()
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:

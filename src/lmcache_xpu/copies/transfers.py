@@ -23,7 +23,7 @@ from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.transfer.devices import Event
+from lmcache_xpu.transfer.devices import Event, event_at
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -36,13 +36,7 @@ _PASSING = ("late", "missing", "overtaken", "server")  # the same load may succe
 class Transfers:
     """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
-    Args:
-        timeout_s: that the server has for an answer.
-        layers: names of the layers that the engine stops at, in its order; see `StepLoads`.
-        draft_layers: so many layers at the end are a drafter's.
-
-    Attributes:
-        in_steps: loads inside steps.
+    The server has `timeout_s` for an answer. For layers, and loads inside steps, see `StepLoads`.
     """
 
     def __init__(
@@ -67,7 +61,6 @@ class Transfers:
         self._damaged: SimpleQueue[str] = SimpleQueue()
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
-        self._registered = False
         flow = client.load_flow
         self.in_steps = StepLoads(self._moves, groups, layers, draft_layers, flow, load_failed)
 
@@ -102,7 +95,6 @@ class Transfers:
         Waits for the server; raises as `Server.map`.
         """
         before, local = None, self._client.local
-        self._registered = True
         if local is None:
             # LMCache's server registers the first KV cache group, as one layer of one token of
             # bytes: their order in an object is this package's own. Its module knows all groups.
@@ -147,9 +139,7 @@ class Transfers:
             self._give_back(gone)
 
     def unregister(self) -> None:
-        """Tell the server that this worker ends; waits for it, if it was ever told of it."""
-        if not self._registered:
-            return
+        """Tell the server that this worker ends; waits for it."""
         self._moves.end_with_server()
         if self._client.local is not None:
             return
@@ -168,9 +158,7 @@ class Transfers:
 
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
-        event = Event(self._device)
-        event.record()
-        return event
+        return event_at(self._device)
 
     def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
         """Store chunks, behind an event of the engine, and beside what follows.

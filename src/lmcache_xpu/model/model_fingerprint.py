@@ -29,9 +29,7 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     reads for a model of 70 billion parameters, whatever its size. A change that keeps all of these
     (single rows of an embedding, for example) is not seen.
 
-    Args:
-        model: directory, file, or name on a hub.
-        commit: of the hub's repository; says it all where there is one.
+    A model is a directory, a file, or a name on a hub; the commit there says it all.
     """
     if commit:
         return hashlib.sha256(commit.encode()).hexdigest()[:_DIGITS]

@@ -51,8 +51,7 @@ _DIGITS = 12
 def settings_mark(vllm_config: VllmConfig) -> str:
     """Return what names these settings in a chunk's key; empty where all are vLLM's defaults.
 
-    Raises:
-        SettingsError: KV scales that each engine computes from its own first requests.
+    Raises SettingsError for KV scales that each engine computes from its own first requests.
     """
     model = vllm_config.model_config
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

@@ -1,9 +1,8 @@
 """What differs between devices, each with its reason.
 
-cpu     has no streams: every operation is done when it returns. Engine memory is host memory, so
-        nothing is staged.
-others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter with a Triton kernel
-        where Triton is installed.
+A CPU has no streams: every operation is done when it returns. Engine memory is host memory there,
+so nothing is staged. Others run asynchronously in streams, and gather and scatter with a Triton
+kernel where Triton is installed.
 """
 
 from __future__ import annotations
@@ -49,6 +48,13 @@ class Event:
     def reached(self) -> bool:
         """Whether the device has reached the event."""
         return self._event is None or self._event.query()
+
+
+def event_at(device: torch.device, stream: SideStream | None = None) -> Event:
+    """Return an event at the end of a stream of a device; None for the current one."""
+    event = Event(device)
+    event.record(stream)
+    return event
 
 
 class Pinning(enum.IntEnum):

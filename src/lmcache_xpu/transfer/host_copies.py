@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.transfer.devices import Event, Pinning, is_host, register_host
+from lmcache_xpu.transfer.devices import Event, Pinning, event_at, is_host, register_host
 from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -72,18 +72,16 @@ class HostCopies:
         passing = self._pinned_as(target)  # PyTorch keeps it until its copy is done
         torch._foreach_copy_(_split(passing, parts), list(parts))
         target.copy_(passing, non_blocking=True)
-        self._passing.append(Event(self._device))
-        self._passing[-1].record()
+        self._passing.append(event_at(self._device))
 
     def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
         """Do as `load` in the other direction; waits for the copies if not `pinned`."""
         if pinned:
             torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
             return
-        passing, done = self._pinned_as(source), Event(self._device)
+        passing = self._pinned_as(source)
         passing.copy_(source, non_blocking=True)
-        done.record()
-        done.synchronize()
+        event_at(self._device).synchronize()
         torch._foreach_copy_(list(parts), _split(passing, parts))
 
     def _pinned_as(self, memory: torch.Tensor) -> torch.Tensor:

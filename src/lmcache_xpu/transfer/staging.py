@@ -19,6 +19,7 @@ from lmcache_xpu.transfer.devices import (
     Event,
     SideStream,
     StoreHandle,
+    event_at,
     has_triton,
     is_host,
     kernels_need,
@@ -45,10 +46,6 @@ class Stager:
         staging_bytes: device memory for staging, see `StagingRing.allocate`; none on the host.
         in_place: memory on the view's device is not staged. Off for tests.
 
-    Attributes:
-        reaches_host: kernels move pinned host memory themselves.
-        row_bytes: of one layer and plane in host memory.
-
     Raises:
         SettingsError: not even the least can be allocated.
     """
@@ -64,7 +61,7 @@ class Stager:
         self.device = view.device
         self._in_place = in_place
         self._transfer: Any = transfer_of(view)
-        self.reaches_host: bool = self._transfer.warm_up()
+        self.reaches_host: bool = self._transfer.warm_up()  # kernels move pinned host memory
         self._kernels = SideStream(self.device, urgent=True)
         self._link = SideStream(self.device, urgent=False)
         if in_place and is_host(self.device):
@@ -72,7 +69,7 @@ class Stager:
         else:
             self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
-        self.row_bytes = view.row_bytes
+        self.row_bytes = view.row_bytes  # of one layer and plane in host memory
         self._host = HostCopies(self.device)
 
     def hold_float8(self, dtype: torch.dtype) -> None:
@@ -121,12 +118,9 @@ class Stager:
                 continue
             for part in piece.parts(self.buffer_bytes):
                 self._store_staged(part, memory, first_layer)
-        gathered = Event(self.device)
-        gathered.record(self._kernels)
+        gathered = event_at(self.device, self._kernels)
         gathered.wait(self._link)
-        done = Event(self.device)
-        done.record(self._link)
-        return StoreHandle(gathered, done)
+        return StoreHandle(gathered, event_at(self.device, self._link))
 
     def load(
         self,
@@ -149,19 +143,15 @@ class Stager:
             staged = True
             for part in piece.parts(self.buffer_bytes):
                 self._load_staged(part, memory, first_layer)
-        done = Event(self.device)
-        done.record(self._kernels)
+        done = event_at(self.device, self._kernels)
         if not staged:
             done.wait(self._link)  # what is copied next would slow what is needed first
         return done
 
     def fence(self) -> Event:
         """Return a point behind all that was enqueued here, also after an error."""
-        copied, done = Event(self.device), Event(self.device)
-        copied.record(self._link)
-        copied.wait(self._kernels)
-        done.record(self._kernels)
-        return done
+        event_at(self.device, self._link).wait(self._kernels)
+        return event_at(self.device, self._kernels)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -109,9 +109,8 @@ def _preempt(
 ) -> tuple[set[str], set[int]]:
     """Preempt the running requests that have one of these blocks.
 
-    Returns:
-        Their IDs, and their blocks from the first invalid one on. None of these is found by its
-        hash any more: what follows an invalid block was computed from it.
+    Return their IDs, and their blocks from the first invalid one on. None of these is found by its
+    hash any more: what follows an invalid block was computed from it.
     """
     stale: set[int] = set()
     again = []
