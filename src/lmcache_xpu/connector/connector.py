@@ -9,6 +9,7 @@ a way that fails on one which LMCache brings.
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,11 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         url = None if CACHE in options else _checked_url(options)
         from lmcache_xpu.connector.scheduler_half import SchedulerHalf
-        from lmcache_xpu.connector.tracked_request import BlockSizes
         from lmcache_xpu.connector.worker_half import WorkerHalf
         from lmcache_xpu.model.kv_cache_groups import block_tokens, cache_groups
 
         groups = cache_groups(kv_cache_config)
-        alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
+        alignment = math.lcm(*filter(None, block_tokens(kv_cache_config)))
         is_worker = role is KVConnectorRole.WORKER
         client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
         super().__init__(vllm_config, role, kv_cache_config)

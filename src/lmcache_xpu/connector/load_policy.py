@@ -137,7 +137,8 @@ class LoadPolicy:
         """
         self._waiting.difference_update(arrived)
         if loaded_per_s is not None:
-            self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
+            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
+            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
         # Some steps without tokens are never reported, as the one behind the last answer.
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
@@ -209,7 +210,3 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
-
-
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + NEWEST * (newest - before)

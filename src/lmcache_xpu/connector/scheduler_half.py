@@ -16,7 +16,7 @@ from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
 from lmcache_xpu.connector.step import Step, WorkerReport, may_load_in_steps, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
-from lmcache_xpu.model.kv_cache_groups import block_tokens
+from lmcache_xpu.model.kv_cache_groups import CacheGroup, block_tokens
 from lmcache_xpu.transfer.tuning import TUNING
 from lmcache_xpu.vllm_hooks.worker_hooks import worker_connector
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.connector.worker_half import WorkerHalf
-    from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
@@ -109,7 +108,7 @@ class SchedulerHalf:
             # Nothing of its load has arrived, and vLLM begins it again.
             self._given_up.add(name)
             self._lookups.forget(name)
-            tracked = self._requests[name] = self._new(request, kept)
+            tracked = self._tracked(request, kept, anew=True)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             self._ends.begin(request, kept, lambda: 0)
@@ -189,19 +188,16 @@ class SchedulerHalf:
         self.promises.finished(name)
         self._lookups.end(name)
 
-    def _tracked(self, request: Request, kept: int) -> TrackedRequest:
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or (tracked.has_blocks and request.status == RequestStatus.PREEMPTED):
-            tracked = self._requests[request.request_id] = self._new(request, kept)
-        return tracked
-
-    def _new(self, request: Request, kept: int) -> TrackedRequest:
-        salt, may_store = self._keys.admit(request, kept)
-        local = self._client.local
-        keys = None if local is None else local.prompt_keys(salt)
-        tracked = TrackedRequest(request, salt, self._sizes, keys)
-        if not (self._stores and may_store):
-            tracked.most_stored = 0
+    def _tracked(self, request: Request, kept: int, *, anew: bool = False) -> TrackedRequest:
+        name, local = request.request_id, self._client.local
+        tracked = self._requests.get(name)
+        is_preempted = request.status == RequestStatus.PREEMPTED
+        if anew or tracked is None or (tracked.has_blocks and is_preempted):
+            salt, may_store = self._keys.admit(request, kept)
+            keys = None if local is None else local.prompt_keys(salt)
+            tracked = self._requests[name] = TrackedRequest(request, salt, self._sizes, keys)
+            if not (self._stores and may_store):
+                tracked.most_stored = 0
         return tracked
 
     # Steps

@@ -43,6 +43,7 @@ class LoadPipeline:
         self.done: list[Event] = []  # by group, of those that were enqueued
         # Of a load that failed, what is done when all that it enqueued is.
         self.failed_behind: tuple[Event, ...] | None = None
+        self.states: list[Event] = []  # of states, which are there before the first layer
         self._flow = flow
         self._arrived = 0  # groups
         self._waited = 0  # groups
@@ -51,8 +52,8 @@ class LoadPipeline:
     @property
     def is_done(self) -> bool:
         """Whether nothing that was enqueued is on its way any more."""
-        last = self.failed_behind
-        return all(event.reached() for event in (self._last(0) if last is None else last))
+        last = self._last(0) if self.failed_behind is None else self.failed_behind
+        return all(event.reached() for event in (*self.states, *last))
 
     def _last(self, first: int, end: int | None = None) -> Iterable[Event]:
         """Return the last events of some enqueued groups, one for each stager: it keeps order."""

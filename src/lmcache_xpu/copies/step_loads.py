@@ -28,13 +28,12 @@ import torch
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cache.server import Question
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, blocks_of
 from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow, fallback, loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -53,12 +52,6 @@ class _Load:
     asked: Question
     located: Located = field(init=False)  # as the next, once its first layers are enqueued
     pipeline: LoadPipeline = field(init=False)
-    states: list[Event] = field(default_factory=list)  # what the engine's stream waits for
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing that was enqueued is on its way any more."""
-        return self.pipeline.is_done and all(event.reached() for event in self.states)
 
     def moved(self, group: int) -> tuple[list[list[int]], list[torch.Tensor]]:
         """Return a KV cache group's chunks, by their blocks, and their objects."""
@@ -96,13 +89,11 @@ class StepLoads:
         named = [name for name in layers if name in pages]
         stored = list(dict.fromkeys([*named, *pages]))
         self._waits_for_all = len(named) < len(stored)
-        ends = itertools.accumulate(pages[name] for name in stored)
-        self._last_pages = {name: end - 1 for name, end in zip(stored, ends, strict=True)}
-        self._pages = pages.total()
+        order = [name for name in stored for _ in range(pages[name])]
+        self._pages = len(order)
+        self._last_pages = {name: page for page, name in enumerate(order)}
         self._model_pages = sum(pages[name] for name in stored[: len(stored) - draft_layers])
-        places = {
-            name: itertools.count(last + 1 - pages[name]) for name, last in self._last_pages.items()
-        }
+        places = {name: itertools.count(order.index(name)) for name in stored}
         # By number of the group; of its parts, which of the pages each layer is.
         self._places = {
             number: [[next(places[name]) for name in part.names] for part in copies.parts]
@@ -131,8 +122,7 @@ class StepLoads:
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, but what vLLM keeps."""
         chunks = [copies.chunks(load, loading=True) for copies in self._groups]
-        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        outcome = self.outcomes.expect(blocks_of(chunks))
         loaded("step")
         try:
             asked = self._moves.ask(load)
@@ -144,8 +134,7 @@ class StepLoads:
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
-        The step computes so many tokens. If it is `scheduling`, vLLM has just decided on the step,
-        and will call the worker for it.
+        With `scheduling`, vLLM has just decided on the step, and will call the worker for it.
         """
         if not (self._asked or self._loads):
             return
@@ -177,12 +166,16 @@ class StepLoads:
                 for pipeline in self._pipelines:
                     pipeline.before_all()
 
+    @property
+    def _pipelines(self) -> list[LoadPipeline]:
+        return [load.pipeline for load in self._loads]
+
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
         try:
             load.located = self._moves.locate(load.asked, at_most_s)
             with self._moves.ending(load.asked):
                 load.pipeline = self._pipeline(load)
-                load.states = self._load_states(load)
+                load.pipeline.states = self._load_states(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
         else:
@@ -278,10 +271,7 @@ class StepLoads:
                     "vLLM computed without waiting for the KV cache of a request; "
                     "it is recomputed (docs: troubleshooting#load-not-awaited)"
                 )
-            if load.is_done:
-                self._decide(load, not is_in_time)
-            else:
-                self._thread.submit(self._decide, load, not is_in_time)
+            self._thread.submit(self._decide, load, not is_in_time)
 
     def take(self) -> Collection[int]:
         """Return the blocks that loads left unfilled since the last call; see `Outcomes.take`."""
@@ -293,15 +283,11 @@ class StepLoads:
         self.end()
         self._thread.shutdown()
 
-    @property
-    def _pipelines(self) -> list[LoadPipeline]:
-        return [load.pipeline for load in self._loads]
-
     def _decide(self, load: _Load, is_missed: bool) -> None:
         """Say whether a load has filled its blocks, once its copies are done; by any thread."""
         try:
             # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not load.is_done:
+            while not load.pipeline.is_done:
                 time.sleep(POLL_S)
             if is_missed:
                 self._moves.end_load(load.asked)

@@ -6,7 +6,6 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,13 +15,12 @@ from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayl
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, blocks_of
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event, event_at
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -182,8 +180,7 @@ class Transfers:
     def _transfer(self, tokens: TokenRange, *, loading: bool = False) -> Transfer:
         """Return a transfer of all groups' blocks; vLLM numbers them together."""
         chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
-        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        return Transfer(tokens.request_id, frozenset(blocks))
+        return Transfer(tokens.request_id, blocks_of(chunks))
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""
@@ -202,7 +199,7 @@ class Transfers:
 
     def take_unfilled(self) -> set[int]:
         """Return the block IDs of loads that `take_ended` named as failed since the last call."""
-        unfilled, self._unfilled = self._unfilled - {NULL_BLOCK}, set()
+        unfilled, self._unfilled = self._unfilled, set()
         return unfilled
 
     def close(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
 from lmcache_xpu.model.kv_cache_groups import check_states, layer_specs
@@ -133,7 +131,10 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             )
         check_states(spec)
         specs.append(spec)
-    shapes = {_shape(spec) for spec in specs}
+    shapes = {
+        (vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype)
+        for spec in specs
+    }
     if len(groups) != 1 or len(shapes) != 1:
         raise LayoutError(
             f"{len(groups)} KV cache groups with {len(shapes)} shapes",
@@ -142,10 +143,6 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             "them without offload, or without the drafter.",
         )
     return specs[0]
-
-
-def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
-    return vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype
 
 
 def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:

@@ -43,14 +43,10 @@ class CacheGroup:
         """Chunks at the end of a hit that the layers need; 0 for all of them."""
         return 0 if self.window is None else max(1, math.ceil(self.window / chunk_tokens))
 
-    def needed_blocks(self, chunk_tokens: int) -> int:
-        """Blocks at the end of a chunk without which it helps nobody."""
-        tokens = chunk_tokens if self.window is None else min(chunk_tokens, self.window)
-        return math.ceil(tokens / self.block_tokens)
-
     def is_storable(self, blocks: list[int], chunk_tokens: int) -> bool:
-        """Whether a chunk's blocks hold all that a hit may need of it."""
-        return NULL_BLOCK not in blocks[-self.needed_blocks(chunk_tokens) :]
+        """Whether a chunk's blocks hold all that a hit may need of it: a window of its end."""
+        tokens = chunk_tokens if self.window is None else min(chunk_tokens, self.window)
+        return NULL_BLOCK not in blocks[-math.ceil(tokens / self.block_tokens) :]
 
 
 def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:

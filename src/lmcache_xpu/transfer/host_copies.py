@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -28,18 +28,10 @@ _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
 
 class HostCopies:
-    """Copies between a device and host memory; looks up once how each allocation is pinned.
+    """Copies between a device and host memory; looks up once how each allocation is pinned."""
 
-    `register` pins memory, by address and size.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        register: Callable[[int, int, torch.device], bool] = register_host,
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._register = register
         self._pinning: dict[tuple[int, int], Pinning] = {}
         self._passing: deque[Event] = deque()  # copies from memory that is not pinned
 
@@ -100,7 +92,7 @@ class HostCopies:
             return Pinning.ALLOCATED
         if size < TUNING.pool_bytes:
             return Pinning.NONE
-        registered = self._register(address, size, self._device)
+        registered = register_host(address, size, self._device)
         logger.info(
             "host memory of %.1f GiB was not pinned; %s (docs: troubleshooting#not-pinned)",
             size / 2**30,
