@@ -1,9 +1,7 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-Called in this order, by a scheduler in the worker's process up to `begin_answered`, and that once
-more by the worker: vLLM's newer runner first prepares a step, and the link would be idle meanwhile.
-
-    begin_step, ask, begin_answered, begin, (before_layer, after_layer) of each layer, end
+Methods stand in the order of their calls. A scheduler in the worker's process makes the first, and
+the worker calls `begin_answered` once more: vLLM's newer runner prepares a step before it.
 
 vLLM copies a state into the block of its step before the first layer. So the engine's stream waits
 for states at once, and they are loaded only where a scheduler begins ahead of the worker.
@@ -66,7 +64,6 @@ class StepLoads:
         layers: names of the layers that `before_layer` is called for, in the order of the engine.
             Where others are loaded, a step waits for all of its loads first.
         draft_layers: so many layers at the end are a drafter's.
-        failed: is called with a request whose load failed, and why.
     """
 
     def __init__(
@@ -106,8 +103,6 @@ class StepLoads:
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
-
-    # Before the step's layers
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step, since whose last one requests have got the blocks `written`."""
@@ -232,8 +227,6 @@ class StepLoads:
             bytes_ahead += nbytes
             if not nbytes:
                 pipelines.remove(pipeline)
-
-    # The step's layers, and its end
 
     def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer."""
