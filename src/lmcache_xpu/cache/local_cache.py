@@ -70,7 +70,6 @@ class LocalCache:
     Keys are `TokenRange`s, whose tokens are `PromptKeys`.
 
     Args:
-        device: that copies from and to its memory.
         alignment: tokens of which a chunk is a multiple.
         engine: number of the engine among those that share the disk.
     """
@@ -101,7 +100,7 @@ class LocalCache:
         if not is_host(device):
             pools = PoolMemory.bind(device_ops, most_pinned(device) or 0, os.environ)
         adapters = options.adapters(engine)
-        self._other_tiers, self.has_other_tiers = list(adapters), bool(adapters)
+        self._other_tiers, self.has_other_tiers = tuple(adapters), bool(adapters)
         memory = L1MemoryManagerConfig(int(options.cpu_gib * 2**30), use_lazy=False, shm_name="")
         self._storage = StorageManager(
             StorageManagerConfig(
@@ -218,8 +217,10 @@ class LocalCache:
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
         """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
         needed = needed_chunks(hit, self._windows)
-        groups = zip(prompt.by_group, needed, strict=True)
-        self._room.unlock([keys[n] for keys, chunks in groups for n in chunks if first <= n < last])
+        keys: list[ObjectKey] = []
+        for of_group, chunks in zip(prompt.by_group, needed, strict=True):
+            keys += of_group[max(first, chunks.start) : min(last, chunks.stop)]
+        self._room.unlock(keys)
 
     # A worker's questions, see `CachePlaces`
 

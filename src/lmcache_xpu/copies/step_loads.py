@@ -76,8 +76,7 @@ class StepLoads:
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
-        self._moves = moves
-        self._groups = groups
+        self._moves, self._groups = moves, groups
         self._flow = flow
         self._failed = failed
         # A layer of several pages counts as so many, each as large as another's only one.
