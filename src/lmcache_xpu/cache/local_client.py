@@ -41,10 +41,6 @@ class LocalClient:
         self.local.register(sizes, windows)
         return self.local
 
-    def answers_lookups(self, timeout_s: float) -> bool:
-        """Whether look-ups are answered: they are."""
-        return True
-
     def start_heartbeat(self, *_: object) -> None:
         """Do nothing: a cache in this process lives as long as this does."""
 

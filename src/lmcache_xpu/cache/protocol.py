@@ -102,9 +102,6 @@ class Cache(Protocol):
         for all. Raises SettingsError for a server that can't be asked.
         """
 
-    def answers_lookups(self, timeout_s: float) -> bool:
-        """Whether the cache answers a look-up, of which it keeps nothing; waits for it."""
-
     def start_heartbeat(
         self,
         interval_s: float,

@@ -43,8 +43,7 @@ class BlockSizes:
     def of(cls, config: VllmConfig, block_tokens: Sequence[int], chunk_tokens: int) -> BlockSizes:
         """Return those of an engine."""
         mode = getattr(config.cache_config, "mamba_cache_mode", "none")
-        drafter = config.speculative_config
-        drafted = 0 if drafter is None else drafter.num_speculative_tokens or 0
+        drafted = config.num_speculative_tokens or 0
         return cls(
             chunk_tokens,
             block_tokens,

@@ -20,7 +20,6 @@ from lmcache_xpu.connector.step import Step, WorkerReport, awaiting_layers, may_
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfers import Transfers
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 DRAIN_S = 10.0
-START_S = 10.0  # for the first answer to a look-up
 # That a worker waits in a step without tokens; as vLLM's own loop, where the engine has a process.
 IDLE_S = 0.001
 
@@ -90,12 +88,6 @@ class WorkerHalf:
         self.transfers = Transfers(self._client, copies, timeout_s, layers, draft_layers)
         self.in_steps = self.transfers.in_steps
         self.transfers.register()
-        if not self._client.answers_lookups(START_S):
-            raise SettingsError(
-                f"an LMCache server that answered no look-up within {START_S:.0f} s",
-                "one of the engine's LMCache",
-                "A server of another version can't read them: install one version on both sides.",
-            )
         self._client.start_heartbeat(
             self._beat_s, self.transfers.register_again, self.transfers.give_back_gone
         )
