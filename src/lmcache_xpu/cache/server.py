@@ -243,10 +243,6 @@ class Server:
                 raise GivenUpError("server")
         return asked.result(timeout=0)
 
-    def leave(self) -> None:
-        """Wait for no answer any more."""
-        self._healthy.clear()
-
     def release(self) -> None:
         """Give the pinning of its memory back, once nothing copies."""
         if self._memory is not None:

@@ -46,13 +46,10 @@ class HitEnds:
         self._ends: dict[str, _Ends] = {}  # by request
 
     def begin(self, request: Request, start: int, shared: Callable[[], int]) -> None:
-        """Choose the ends of a request that may be scheduled next.
+        """Choose the ends of a request that may be scheduled next, with what vLLM has chosen.
 
-        Args:
-            request: vLLM's, with the end that vLLM has chosen, if any.
-            start: tokens that are not computed.
-            shared: says of how many tokens of its prefix a cache has the attention; called only
-                where layers have windows or states.
+        Its first `start` tokens are there. Where layers have windows or states, `shared` is
+        asked of how many tokens of its prefix a cache has the attention.
         """
         if not (self._keeps_states or self._windows):
             return

@@ -40,13 +40,6 @@ STEPS_AHEAD = 8  # steps that vLLM schedules before the first has ended, at most
 COMPUTED_IN_TURN = 16
 
 
-class Hit(NamedTuple):
-    """A request's hit: tokens to load, and tokens that its step computes besides."""
-
-    loaded: int
-    computed: int
-
-
 class _Step(NamedTuple):
     number: int
     started_s: float
@@ -84,14 +77,14 @@ class LoadPolicy:
 
         So many `tokens` can be loaded beyond the `kept` ones of vLLM's own prefix cache.
         """
-        name, hit = request.request_id, Hit(tokens, request.num_tokens - kept - tokens)
+        name, computed = request.request_id, request.num_tokens - kept - tokens
         mode: LoadMode = "step"
-        if self.computes(hit):
+        if self.computes(tokens, computed):
             mode = "computed"
         elif self.loads in ("step", "async"):
             mode = self.loads
         # A load inside a step would be behind those beside it, and hold its step up.
-        elif not self.is_alone(name) and self.waits(hit):
+        elif not self.is_alone(name) and self.waits(tokens, computed):
             mode = "async"
         self._modes[name] = mode
         return mode
@@ -163,14 +156,14 @@ class LoadPolicy:
         elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
-    def computes(self, hit: Hit) -> bool:
-        """Whether a request is to be computed, though its tokens could be loaded."""
+    def computes(self, loaded: int, computed: int) -> bool:
+        """Whether to compute what could be loaded, beside tokens that are computed anyway."""
         if self.loads != "auto" or not self._knows_steps:
             return False
         loading_s = self._tuning.load_us / 1e6
         if self._loaded_per_s is not None:
-            loading_s += hit.loaded / self._loaded_per_s
-        saved_s = self._step_s(hit.loaded + hit.computed) - self._step_s(hit.computed)
+            loading_s += loaded / self._loaded_per_s
+        saved_s = self._step_s(loaded + computed) - self._step_s(computed)
         return loading_s > saved_s and self._again()
 
     def reads(self, tokens: int) -> bool:
@@ -189,12 +182,12 @@ class LoadPolicy:
         self._computed_in_turn = (self._computed_in_turn + 1) % (COMPUTED_IN_TURN + 1)
         return self._computed_in_turn != 0
 
-    def waits(self, hit: Hit) -> bool:
+    def waits(self, loaded: int, computed: int) -> bool:
         """Whether a request is to wait for its load, while others wait for their next token."""
         if self._loaded_per_s is None or not self._knows_steps:
-            return hit.loaded > self._tuning.loaded_per_computed * hit.computed
-        loading_s = hit.loaded / self._loaded_per_s
-        return loading_s > self._small_step_s + self._computing_s(hit.computed)
+            return loaded > self._tuning.loaded_per_computed * computed
+        loading_s = loaded / self._loaded_per_s
+        return loading_s > self._small_step_s + self._computing_s(computed)
 
     @property
     def _knows_steps(self) -> bool:
