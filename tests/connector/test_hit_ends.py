@@ -24,7 +24,7 @@ def stops(
         request_id="r", num_prompt_tokens=tokens, shared_prefix_boundary=of_vllm
     )
     chosen, computed = states(block), start
-    chosen.begin(request, start, lambda: shared)
+    chosen.begin(request, start, shared)
     ends = []
     while request.shared_prefix_boundary > computed:
         computed = request.shared_prefix_boundary
@@ -72,7 +72,7 @@ def test_a_request_that_was_not_begun_or_has_ended_keeps_what_vllm_has_set():
     chosen = states(128)
     chosen.go_on(request, 0)
     assert request.shared_prefix_boundary == 7
-    chosen.begin(request, 0, lambda: 0)
+    chosen.begin(request, 0, 0)
     chosen.finished("r")
     request.shared_prefix_boundary = 7
     chosen.go_on(request, 0)
@@ -88,7 +88,8 @@ def kept(tokens: int, shared: int = 0, group: int = 1) -> list[int]:
     """Chunks of a prompt that are stored of a group, when two steps complete it."""
     request = SimpleNamespace(request_id="r", num_prompt_tokens=tokens, shared_prefix_boundary=0)
     ends = HitEnds([WHOLE, WINDOW], CHUNK)
-    ends.begin(request, 0, lambda: shared)
+    assert ends
+    ends.begin(request, 0, shared)
     assert request.shared_prefix_boundary == 0  # no states
     chunks, middle = [], tokens // 2 // CHUNK * CHUNK
     for start, end in ((0, middle), (middle, tokens // CHUNK * CHUNK)):
@@ -121,9 +122,4 @@ def test_a_request_that_was_never_looked_up_stores_all():
 
 
 def test_a_model_of_whole_attention_has_no_ends():
-    request = SimpleNamespace(request_id="r", num_prompt_tokens=600, shared_prefix_boundary=7)
-    ends = HitEnds([WHOLE], CHUNK)
-    ends.begin(request, 0, lambda: pytest.fail("no cache is asked"))
-    assert request.shared_prefix_boundary == 7
-    store = TokenRange("r", None, 0, CHUNK, blocks=[[1, 2, 3, 4]])
-    assert ends.kept(store) is store
+    assert HitEnds.of([WHOLE], CHUNK) is None

@@ -199,7 +199,7 @@ class LocalCache:
         if result is None:
             return None
         if self.has_other_tiers:
-            self._count_use()
+            CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
         hit, _ = fold_unfold_grouped(result.hit_cells, [each or -1 for each in self._windows])
         return int(hit)
 
@@ -226,7 +226,8 @@ class LocalCache:
 
     def locate(self, number: int, key: TokenRange) -> Answer[ObjectSlots | None]:
         """Return where the chunks of a hit are, locked until `release`; None if one is missing."""
-        prompt, first, last = self._prompt(key)
+        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
+        prompt = [keys[:last] for keys in key.tokens.by_group]
         rows = self._room.locate(number, prompt, first, needed_chunks(last - first, self._windows))
         return Answer(None if rows is None else ObjectSlots(sorted(rows)))
 
@@ -236,14 +237,15 @@ class LocalCache:
 
     def reserve(self, number: int, key: TokenRange, skipped: Skipped) -> Answer[ObjectSlots]:
         """Return where to store chunks that are not there, as far as there is room."""
-        prompt, first, _ = self._prompt(key)
+        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
+        prompt = [keys[:last] for keys in key.tokens.by_group]
         rows = self._room.reserve(number, prompt, first, skipped, self._layouts)
         return Answer(ObjectSlots(sorted(rows)))
 
     def commit(self, number: int, key: TokenRange | None = None) -> Answer[bool]:
         """Publish chunks that are written; whether they were reserved."""
         is_published = self._room.commit(number)
-        self._count_use()
+        CPU_USED_BYTES.set(self._storage.get_l1_usage()[0])
         return Answer(is_published)
 
     def give_up(self, number: int) -> None:
@@ -268,7 +270,7 @@ class LocalCache:
         while self.memory_use()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
-        self._count_use()
+        CPU_USED_BYTES.set(self.memory_use()[0])
         return all([*gone, *(adapter.forget(self.model_name) for adapter in adapters)])
 
     def close(self) -> None:
@@ -280,14 +282,6 @@ class LocalCache:
             for name in [name for name, cache in self._of_engines.items() if cache is self]:
                 del self._of_engines[name]
         self._storage.close()
-
-    def _count_use(self) -> None:
-        CPU_USED_BYTES.set(self.memory_use()[0])
-
-    def _prompt(self, key: TokenRange) -> tuple[list[list[ObjectKey]], int, int]:
-        """Return the keys of a prompt up to the end of a range, and its first and last chunk."""
-        first, last = key.start // self.chunk_tokens, key.end // self.chunk_tokens
-        return [keys[:last] for keys in key.tokens.by_group], first, last
 
     def _rows(self, prompt: PromptKeys, chunks: int) -> list[GroupedObjectKeys]:
         """Return LMCache's names of the first chunks of a prompt, by KV cache group."""

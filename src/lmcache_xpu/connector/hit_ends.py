@@ -15,9 +15,9 @@ arXiv:2411.19379). Here it is set to one of these ends after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGroup
@@ -45,21 +45,24 @@ class HitEnds:
         ]
         self._ends: dict[str, _Ends] = {}  # by request
 
-    def begin(self, request: Request, start: int, shared: Callable[[], int]) -> None:
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], chunk_tokens: int) -> Self | None:
+        """Return those of an engine; None if all layers can be hit at the end of any chunk."""
+        some = any(group.recurrent or group.window is not None for group in groups)
+        return cls(groups, chunk_tokens) if some else None
+
+    def begin(self, request: Request, start: int, shared: int) -> None:
         """Choose the ends of a request that may be scheduled next, with what vLLM has chosen.
 
-        Its first `start` tokens are there. Where layers have windows or states, `shared` is
-        asked of how many tokens of its prefix a cache has the attention.
+        Its first `start` tokens are there, and a cache has the attention of `shared` ones.
         """
-        if not (self._keeps_states or self._windows):
-            return
         size = self._chunk_tokens
         last = request.num_prompt_tokens // size * size
         step = -(-LEAST_TOKENS // size) * size
         # Behind the last whole chunk there may be room for the question: a step less.
         first = (request.num_prompt_tokens - QUESTION_TOKENS) // size * size
         question = range(last - step, first - 1, -step)
-        ends = {request.shared_prefix_boundary, shared(), *question}
+        ends = {request.shared_prefix_boundary, shared, *question}
         kept = {
             window: self._kept_chunks((*ends, last), last, window)
             for window in {group.window_chunks(size) for group in self._windows}

@@ -193,9 +193,3 @@ class GroupCopies:
             rows = RequestRows(part.stager.view, numbers, spans)
             memory = HostMemory([obj[part.start : part.start + part.nbytes] for obj in objects])
             yield part.stager, part.stager.plan(part.form, rows, first), memory
-
-
-def blocks_of(chunks: Iterable[Iterable[list[int]]]) -> frozenset[int]:
-    """Return all blocks of all groups' chunks; vLLM numbers those of all groups together."""
-    of_groups = itertools.chain.from_iterable(chunks)
-    return frozenset(itertools.chain.from_iterable(of_groups)) - {NULL_BLOCK}

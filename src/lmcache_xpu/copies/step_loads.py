@@ -26,12 +26,13 @@ import torch
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cache.server import Question
-from lmcache_xpu.copies.group_copies import GroupCopies, blocks_of
+from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow, fallback, loaded
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -77,8 +78,7 @@ class StepLoads:
     ) -> None:
         self.outcomes = Outcomes()
         self._moves, self._groups = moves, groups
-        self._flow = flow
-        self._failed = failed
+        self._flow, self._failed = flow, failed
         # A layer of several pages counts as so many, each as large as another's only one.
         in_layers = [copies for copies in groups if not copies.group.recurrent]
         pages = Counter(name for each in in_layers for part in each.parts for name in part.names)
@@ -116,7 +116,8 @@ class StepLoads:
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, but what vLLM keeps."""
         chunks = [copies.chunks(load, loading=True) for copies in self._groups]
-        outcome = self.outcomes.expect(blocks_of(chunks))
+        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
+        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
         loaded("step")
         try:
             asked = self._moves.ask(load)
@@ -250,8 +251,8 @@ class StepLoads:
         asked, self._asked = self._asked, []
         for load in asked:
             self._moves.end_load(load.asked)
-            never = TransferError("a load that vLLM never began", "a step that loads")
-            self._fail(load.request_id, load.outcome, never)
+            error = TransferError("a load that vLLM never began", "a step that loads")
+            self._fail(load.request_id, load.outcome, error)
         if not self._loads:
             return
         loads, self._loads = self._loads, []

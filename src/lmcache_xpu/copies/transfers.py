@@ -6,6 +6,7 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,12 +16,13 @@ from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayl
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
-from lmcache_xpu.copies.group_copies import GroupCopies, blocks_of
+from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
+from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event, event_at
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -180,7 +182,8 @@ class Transfers:
     def _transfer(self, tokens: TokenRange, *, loading: bool = False) -> Transfer:
         """Return a transfer of all groups' blocks; vLLM numbers them together."""
         chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
-        return Transfer(tokens.request_id, blocks_of(chunks))
+        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
+        return Transfer(tokens.request_id, frozenset(blocks) - {NULL_BLOCK})
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""
