@@ -21,8 +21,6 @@ from lmcache_xpu.transfer import pool_memory
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
-_NO_STREAM = nullcontext()
-
 
 class Event:
     """A point in a stream of a device that others can wait for; on CPU it is always reached."""
@@ -86,7 +84,7 @@ class SideStream:
 
     def current(self) -> AbstractContextManager[object]:
         """Make this the current stream, in which operations are enqueued."""
-        return _NO_STREAM if self.handle is None else self.handle
+        return nullcontext() if self.handle is None else self.handle
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep memory that another stream made until what is enqueued here has read it."""
