@@ -75,7 +75,7 @@ OWN = {  # of classes of this package, and of events that it makes
     "connector/scheduler_half.py: tracked.in_step",
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.pipeline",
-    "copies/step_loads.py: load.states",
+    "copies/step_loads.py: load.pipeline.states",
     "tiers/disk/chunk_index.py: entry.info",
     "tiers/disk/chunk_index.py: entry.key",
     "tiers/disk/chunk_index.py: entry.used_ns",

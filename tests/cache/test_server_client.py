@@ -12,8 +12,7 @@ pytest.importorskip("vllm")
 
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
-from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.server_client import KeyScope
+from lmcache_xpu.cache.protocol import KeyScope, TokenRange
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.versions.lmcache_server import key_tokens
 

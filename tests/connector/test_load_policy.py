@@ -9,7 +9,6 @@ import pytest
 from lmcache_xpu.connector.load_policy import (
     COMPUTED_IN_TURN,
     SMALL_STEPS,
-    Hit,
     LoadPolicy,
 )
 from lmcache_xpu.transfer.tuning import Tuning
@@ -76,20 +75,20 @@ def measured(policy: LoadPolicy, clock: Clock) -> None:
 def test_a_setting_leaves_no_choice(loads, clock):
     policy = chosen(loads, clock=clock)
     measured(policy, clock)
-    assert not policy.computes(Hit(1, 10_000))
+    assert not policy.computes(1, 10_000)
     for kept, tokens in ((0, 99_000), (99_000, 1)):
         assert policy.choose(request(), kept, tokens) == loads
 
 
 def test_before_anything_is_measured_a_ratio_stands_for_speeds(policy: LoadPolicy):
-    assert not policy.waits(Hit(3200, 100))
-    assert policy.waits(Hit(3201, 100))
+    assert not policy.waits(3200, 100)
+    assert policy.waits(3201, 100)
 
 
 @pytest.mark.parametrize(("loaded", "waits"), [(1400, False), (1600, True)])
 def test_a_load_that_its_step_would_hide_is_inside_it(policy, clock, loaded: int, waits: bool):
     measured(policy, clock)
-    assert policy.waits(Hit(loaded, 100)) == waits  # 5 ms + 10 ms
+    assert policy.waits(loaded, 100) == waits  # 5 ms + 10 ms
 
 
 def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behind_it(policy, clock):
@@ -100,8 +99,8 @@ def test_a_part_of_a_prompt_that_vllm_does_not_wait_for_counts_in_the_step_behin
         step(policy, clock, 16, 0.005)
     loaded(policy, 100_000)
     # 2,500 tokens take a quarter of a second; newer steps count more.
-    assert not policy.waits(Hit(7_000, 1000))
-    assert policy.waits(Hit(20_000, 1000))
+    assert not policy.waits(7_000, 1000)
+    assert policy.waits(20_000, 1000)
 
 
 def test_steps_with_loads_inside_and_without_tokens_say_nothing(policy, clock):
@@ -110,7 +109,7 @@ def test_steps_with_loads_inside_and_without_tokens_say_nothing(policy, clock):
     step(policy, clock, 16, 5.0, loads=True)
     step(policy, clock, 16, 0.005)
     step(policy, clock, 0, 5.0)
-    assert policy.waits(Hit(1600, 100))
+    assert policy.waits(1600, 100)
 
 
 def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
@@ -119,7 +118,7 @@ def test_a_few_slow_steps_are_not_what_a_step_takes(policy, clock):
         step(policy, clock, 16, 0.005)
     for _ in range(3):
         step(policy, clock, 16, 0.5)
-    assert policy.waits(Hit(1600, 100))
+    assert policy.waits(1600, 100)
 
 
 def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
@@ -127,7 +126,7 @@ def test_steps_of_some_hundred_tokens_are_no_small_ones(policy, clock):
     measured(policy, clock)
     for _ in range(SMALL_STEPS):
         step(policy, clock, 300, 0.03)
-    assert not policy.computes(Hit(256, 32))
+    assert not policy.computes(256, 32)
 
 
 def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
@@ -139,13 +138,13 @@ def test_a_step_begins_when_the_one_before_has_ended(policy, clock):
         clock.now += 0.005
         policy.end_step(running, (), None)
         running = following
-    assert policy.waits(Hit(1600, 100))
+    assert policy.waits(1600, 100)
 
 
 def test_what_was_never_begun_is_not_ended(policy: LoadPolicy):
     policy.end_step(None, (), None)
     policy.end_step(7, (), None)
-    assert policy.waits(Hit(3201, 100))
+    assert policy.waits(3201, 100)
 
 
 def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
@@ -154,9 +153,9 @@ def test_a_step_of_whose_end_vllm_says_nothing_disturbs_no_other(policy, clock):
         measured(policy, clock)
         begun(policy, 0)
         clock.now += 3600
-    assert policy.waits(Hit(1600, 100))
-    assert not policy.waits(Hit(1400, 100))
-    assert not policy.computes(Hit(10_000, 1))
+    assert policy.waits(1600, 100)
+    assert not policy.waits(1400, 100)
+    assert not policy.computes(10_000, 1)
 
 
 def test_a_step_without_tokens_does_not_wait_for_the_part_of_a_prompt_before_it(policy, clock):
@@ -172,25 +171,25 @@ def test_a_step_without_tokens_does_not_wait_for_the_part_of_a_prompt_before_it(
 
 def test_nothing_is_computed_before_computing_was_measured(policy: LoadPolicy, clock):
     loaded(policy, 1.0)
-    assert not policy.computes(Hit(256, 1))
+    assert not policy.computes(256, 1)
     step(policy, clock, 16, 0.005)
-    assert not policy.computes(Hit(256, 1))
+    assert not policy.computes(256, 1)
 
 
 @pytest.mark.parametrize(
     ("hit", "computes"),
     [
-        (Hit(40, 1), True),  # with one token or with 41 a step takes 5 ms
-        (Hit(70, 1), True),  # 7.1 ms, and a load takes 2.7
-        (Hit(90, 1), False),  # 9.1 ms; a load 2.9
-        (Hit(20, 500), True),  # 2 ms more than 50; a load 2.2
-        (Hit(30, 500), False),  # 3 ms; a load 2.3
-        (Hit(10_000, 1), False),
+        ((40, 1), True),  # with one token or with 41 a step takes 5 ms
+        ((70, 1), True),  # 7.1 ms, and a load takes 2.7
+        ((90, 1), False),  # 9.1 ms; a load 2.9
+        ((20, 500), True),  # 2 ms more than 50; a load 2.2
+        ((30, 500), False),  # 3 ms; a load 2.3
+        ((10_000, 1), False),
     ],
 )
-def test_few_tokens_are_computed_beside_others(policy, clock, hit: Hit, computes: bool):
+def test_few_tokens_are_computed_beside_others(policy, clock, hit: tuple[int, int], computes: bool):
     measured(policy, clock)
-    assert policy.computes(hit) == computes
+    assert policy.computes(*hit) == computes
 
 
 @pytest.mark.parametrize(("loaded_per_s", "computes"), [(9_000, True), (12_000, False)])
@@ -198,20 +197,20 @@ def test_what_a_slow_link_would_load_is_computed(policy, clock, loaded_per_s, co
     measured(policy, clock)
     for _ in range(40):
         loaded(policy, loaded_per_s)
-    assert policy.computes(Hit(4096, 1)) == computes  # computed in 0.41 s
+    assert policy.computes(4096, 1) == computes  # computed in 0.41 s
 
 
 def test_now_and_then_a_hit_is_loaded_to_see_whether_it_still_is(policy, clock):
     measured(policy, clock)
     for _ in range(40):
         loaded(policy, 1000)
-    hit = Hit(4096, 1)
+    hit = 4096, 1
     for _ in range(2):
-        assert [policy.computes(hit) for _ in range(COMPUTED_IN_TURN)] == [True] * COMPUTED_IN_TURN
-        assert not policy.computes(hit)
+        assert [policy.computes(*hit) for _ in range(COMPUTED_IN_TURN)] == [True] * COMPUTED_IN_TURN
+        assert not policy.computes(*hit)
     for _ in range(8):
         loaded(policy, 50_000)
-    assert not policy.computes(hit)
+    assert not policy.computes(*hit)
 
 
 @pytest.mark.parametrize("loads", ["always", "step", "async"])
@@ -219,7 +218,7 @@ def test_settings_that_compute_no_hit(loads, clock):
     policy = chosen(loads, clock=clock)
     measured(policy, clock)
     loaded(policy, 1.0)
-    assert not policy.computes(Hit(4096, 1))
+    assert not policy.computes(4096, 1)
 
 
 def test_a_mean_of_speeds_counts_what_was_measured(policy, clock):

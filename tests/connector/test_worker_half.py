@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
+from lmcache_xpu.cache import server_client
 from lmcache_xpu.cache.hit_places import RESERVE
 from lmcache_xpu.connector import worker_half
 from lmcache_xpu.connector.request_guard import Unserved
@@ -70,7 +71,7 @@ def maps(server):
 
 
 def test_an_engine_does_not_start_with_a_server_that_answers_no_look_up(half, monkeypatch):
-    monkeypatch.setattr(worker_half, "START_S", WAIT_S)
+    monkeypatch.setattr(server_client, "START_S", WAIT_S)
     with pytest.raises(SettingsError, match="one of the engine's LMCache"):
         register(half)
 
@@ -138,7 +139,6 @@ def alone():
     """A worker of an imitated server, and its layer."""
     client, layer = Client(), filled(1)
     connection = Connection(client)
-    connection.answers_lookups = lambda _: True
     connection.start_heartbeat = connection.stop_heartbeat = connection.close = Mock()
     half = made(connection)
     half.register({"layer": layer})

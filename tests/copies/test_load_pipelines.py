@@ -70,43 +70,29 @@ def test_later_layers_are_not_copied_before_the_first_are_waited_for():
     assert case.step.end() != []
 
 
-@pytest.mark.parametrize(("room", "groups"), [(1, 1), (10**9, 2)])
-def test_behind_a_layer_no_more_is_enqueued_than_the_link_has_room_for(room: int, groups: int):
-    """Of the load that has the fewest first; the engine finds its layers there all the same."""
+def test_one_more_group_of_each_load_is_enqueued_behind_a_layer():
     first, second = cases = Case(), Case()
     second.step = first.step
     for case in cases:
         case.load()
-    first.step.before_layer(0)
-    for behind in range(2):
-        before = sum(len(load.done) for load in first.step.loads)
-        with tuned(ahead_bytes=room):
-            first.step.after_layer(behind)
-        enqueued = [len(load.done) for load in first.step.loads]
-        assert sum(enqueued) - before == groups
-        assert max(enqueued) - min(enqueued) <= 1
-    for layer in range(1, LAYERS):
+    for layer in range(LAYERS):
         first.step.before_layer(layer)
         assert all(case.there(layer) for case in cases)
+        before = [len(load.done) for load in first.step.loads]
         first.step.after_layer(layer)
+        for load, count in zip(first.step.loads, before, strict=True):
+            assert len(load.done) == min(count + 1, len(load.starts))
     assert first.step.end() == []
 
 
-def test_what_is_under_way_leaves_less_room():
+def test_what_is_under_way_is_known_by_its_bytes():
     case = Case()
     case.load()
     (load,) = case.step.loads
-    size = load._groups[0].group.nbytes
     first = load.done[0] = Point()
-    assert load.bytes_under_way() == size
-    case.step.before_layer(0)
-    with tuned(ahead_bytes=size):
-        case.step.after_layer(0)
-    assert len(load.done) == 1
+    assert load.bytes_under_way() == load._groups[0].group.nbytes
     first.reach()
     assert load.bytes_under_way() == 0
-    case.step.after_layer(0)
-    assert len(load.done) == 2
     assert case.step.end() != []
 
 

@@ -46,7 +46,7 @@ def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
 def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
     """Of all loads of the step: the server answers one after another."""
     done, moves = [], stored.transfers._moves
-    seals, answer = moves.seals, stored.transfers._server.answer
+    seals, answer = moves._seals, stored.transfers._server.answer
 
     def sealed(*arguments):
         done.append("sealed")
@@ -56,7 +56,7 @@ def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monke
         done.append("answered")
         return answer(*arguments, **how)
 
-    monkeypatch.setattr(moves, "seals", sealed)
+    monkeypatch.setattr(moves, "_seals", sealed)
     monkeypatch.setattr(stored.transfers._server, "answer", answered)
     stored.loads.begin_step(LOADED + OTHERS)
     for name, blocks in (("first", LOADED), ("second", OTHERS)):

@@ -42,7 +42,8 @@ def _(made: Any) -> Any:
 def _(read: Any) -> Any:
     def wrong(*args: Any, **options: Any) -> PagedView:
         view = read(*args, **options)
-        return dataclasses.replace(view, tensors=(*view.tensors[:-1], view.tensors[-1][::-1]))
+        tensors = (*view.tensors[:-1], view.tensors[-1][::-1])
+        return PagedView(tensors, view.tokens_per_row)
 
     return wrong
 

@@ -64,6 +64,11 @@ class LateDevice(TorchFunctionMode):
     def event(self, device: torch.device) -> _Event:
         return _Event(self)
 
+    def event_at(self, device: torch.device, stream: _SideStream | None = None) -> _Event:
+        event = _Event(self)
+        event.record(stream)
+        return event
+
     def side_stream(self, device: torch.device, *, urgent: bool) -> _SideStream:
         stream = _SideStream(self, _Stream(KERNELS if urgent else COPIES))
         self._streams.append(stream.stream)
@@ -76,8 +81,9 @@ class LateDevice(TorchFunctionMode):
 
         with ExitStack() as stack:
             for place, name, value in (
-                (staging, "Event", self.event),
+                (staging, "event_at", self.event_at),
                 (host_copies, "Event", self.event),
+                (host_copies, "event_at", self.event_at),
                 (staging, "SideStream", self.side_stream),
                 (slots, "upload", self._upload),
                 (staging, "upload", self._upload),
@@ -85,7 +91,7 @@ class LateDevice(TorchFunctionMode):
                 (step_loads, "ThreadPoolExecutor", lambda *args: self.finisher),
                 (transfer_queue, "ThreadPoolExecutor", lambda **_: self._new_thread()),
                 (transfers, "GRACE_S", 0.0),
-                (transfers, "Event", self.event),
+                (transfers, "event_at", self.event_at),
                 (moves, "SideStream", self.side_stream),
                 (pending_failures, "Future", lambda: LateFuture(self)),
             ):

@@ -16,7 +16,7 @@ from lmcache_xpu.copies.pending_failures import Outcomes
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.copies.transfers import Transfers
-from lmcache_xpu.transfer import staging
+from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.devices import Event, StoreHandle
 from lmcache_xpu.transfer.host_copies import Buffer, StagingRing
 from lmcache_xpu.transfer.staging import Stager
@@ -105,7 +105,7 @@ def _(_: Any) -> Any:
 @fault("chunks are published before they are complete", "steps", GroupCopies, "store")
 def _(store: Any) -> Any:
     def wrong(self: GroupCopies, *args: Any) -> list[StoreHandle]:
-        never = staging.Event(self.device)
+        never = host_copies.Event(self.device)
         return [handle._replace(done=never) for handle in store(self, *args)]
 
     return wrong
@@ -128,7 +128,7 @@ def _(ask: Any) -> Any:
 
 @fault("a load that failed is not waited for", "steps", Stager, "fence")
 def _(_: Any) -> Any:
-    return lambda self: staging.Event(self.view.device)
+    return lambda self: host_copies.Event(self.view.device)
 
 
 @fault("after an error what is on its way is forgotten", "steps", Stager, "whole")

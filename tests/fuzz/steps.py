@@ -34,7 +34,6 @@ from lmcache_xpu.cache.local_client import LocalClient
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.model.kv_cache_groups import CacheGroup
-from lmcache_xpu.transfer.devices import register_host
 
 PLACES = 16  # for objects in host memory
 ORDERS = (
@@ -97,10 +96,7 @@ class Steps(Blocks, RuleBasedStateMachine):
                 for number in range(layout.groups)
             ]
             engine = self.paged.engine
-            copies = [
-                GroupCopies(group, engine, layout.blocks, self.chunk, None, register_host)
-                for group in groups
-            ]
+            copies = [GroupCopies(group, engine, layout.blocks, self.chunk) for group in groups]
             client = LocalClient(self.keeper.cache, None)
             self.transfers = Transfers(client, copies, 1.0, engine)
             self.transfers.register()

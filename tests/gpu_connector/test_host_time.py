@@ -22,6 +22,7 @@ from support.tuned import tuned
 from lmcache_xpu.gpu_connector import base
 from lmcache_xpu.gpu_connector.layerwise import VLLMPagedMemLayerwiseXPUConnector
 from lmcache_xpu.gpu_connector.standard import VLLMPagedMemXPUConnectorV2
+from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES
 from lmcache_xpu.transfer.staging import Stager
 
@@ -74,10 +75,10 @@ def accelerator(monkeypatch: pytest.MonkeyPatch):
     """An accelerator's way, with a pool of memory that a driver pins."""
 
     def stager(view: Any, staging_bytes: int | None) -> Stager:
-        pins: dict[str, Any] = {"in_place": False, "register": lambda *memory: True}
-        return Stager(view, SMALLEST_STAGING_BYTES, **pins)
+        return Stager(view, SMALLEST_STAGING_BYTES, in_place=False)
 
     monkeypatch.setattr(base, "Stager", stager)
+    monkeypatch.setattr(host_copies, "register_host", lambda *memory: True)
     with tuned(pool_bytes=1):
         yield
 

@@ -39,7 +39,6 @@ def test_groups_are_numbered_as_vllm_does_and_know_what_a_hit_needs():
     assert (window.number, window.window, window.recurrent) == (1, 512, False)
     assert (state.number, state.window, state.recurrent) == (2, 128, True)
     assert [group.window_chunks(256) for group in (whole, window, state)] == [0, 2, 1]
-    assert [group.needed_blocks(256) for group in (whole, window, state)] == [2, 2, 1]
 
 
 def test_a_hit_needs_the_stretch_in_which_it_ends():

@@ -33,7 +33,6 @@ from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfer_queue import Transfer
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.model.kv_cache_groups import CacheGroup
-from lmcache_xpu.transfer.devices import register_host
 
 POOL, ALIGN = 2**20, 64
 BLOCK, CHUNK, BLOCKS = 4, 8, 32  # tokens, tokens, blocks of the engine
@@ -251,4 +250,4 @@ def copies(
         window=window,
         recurrent=recurrent,
     )
-    return GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)
+    return GroupCopies(group, caches, BLOCKS, CHUNK)

@@ -68,7 +68,7 @@ class Step(StepLoads):
 
     def add(self, load: LoadPipeline) -> None:
         unused: Any = None
-        begun = _Load("request", [], unused, unused, None)
+        begun = _Load("request", [], unused, unused)
         begun.pipeline = load
         self._begin(begun)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmcache_xpu.cache.server_client import KeyScope, ServerClient
+from lmcache_xpu.cache.protocol import KeyScope
+from lmcache_xpu.cache.server_client import ServerClient
 
 WAIT_S, BEAT_S = 0.3, 0.5
 SCOPE = KeyScope("model", 1, 0, 1, True, 1)

@@ -328,7 +328,7 @@ def computed(engine: Engine) -> dict[str, Any]:
     reference = beginning_stored(engine)
     core = engine.llm.llm_engine.engine_core.engine_core
     policy = core.scheduler.connector.scheduler_half.policy
-    policy.computes = lambda hit: True
+    policy.computes = lambda loaded, computed: True
 
     def load_again() -> None:
         vars(policy).pop("computes", None)

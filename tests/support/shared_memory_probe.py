@@ -22,7 +22,6 @@ from lmcache_xpu.cache.server_client import ServerClient
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.model.kv_cache_groups import CacheGroup
-from lmcache_xpu.transfer.devices import register_host
 from lmcache_xpu.versions.lmcache_server import key_tokens
 
 CHUNK, BLOCKS = 128, 40
@@ -56,7 +55,7 @@ def main(directory: Path) -> dict[str, Any]:
 def look(server: CacheServer, client: ServerClient) -> dict[str, Any]:
     caches = {"layer": filled(1, blocks=BLOCKS)}
     group = CacheGroup(number=0, layers=("layer",), block_tokens=BLOCK)
-    copies = [GroupCopies(group, caches, BLOCKS, CHUNK, None, register_host)]
+    copies = [GroupCopies(group, caches, BLOCKS, CHUNK)]
     transfers = Transfers(client, copies, timeout_s=1.0, layers=())
     transfers.register()
     client.start_heartbeat(1.0, transfers.register_again, transfers.give_back_gone)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmcache_xpu.transfer.host_copies import Buffer, HostCopies, StagingRing
+from lmcache_xpu.transfer import host_copies
+from lmcache_xpu.transfer.host_copies import LENT, Buffer, HostCopies, StagingRing
 from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -13,15 +14,24 @@ CPU = torch.device("cpu")
 SIZE = 256  # of a piece that is as large as memory is aligned
 
 
-def test_memory_that_comes_to_the_place_of_forgotten_memory_is_looked_at_anew():
-    device, answers = torch.device("cpu"), [True, False]
-    copies = HostCopies(device, lambda *_: answers.pop(0))
+def test_memory_is_looked_at_once(monkeypatch):
+    answers = [True]
+    monkeypatch.setattr(host_copies, "register_host", lambda *_: answers.pop(0))
+    copies = HostCopies(CPU)
     pool = torch.empty(TUNING.pool_bytes, dtype=torch.uint8)
     assert copies.pinned(HostMemory([pool[:64]]))
-    assert copies.pinned(HostMemory([pool[64:]]))  # remembered
-    copies.forget(pool)
-    assert not copies.pinned(HostMemory([pool[:64]]))
+    assert copies.pinned(HostMemory([pool[64:]]))
     assert answers == []
+
+
+def test_memory_that_a_cache_lends_is_as_its_owner_says_and_looked_at_anew(monkeypatch):
+    """Another server's may come to its place."""
+    monkeypatch.setattr(host_copies, "register_host", lambda *_: pytest.fail("its owner pins it"))
+    copies = HostCopies(CPU)
+    pool = torch.empty(TUNING.pool_bytes, dtype=torch.uint8)
+    for pinned in (True, False):
+        monkeypatch.setitem(LENT, pool.data_ptr(), pinned)
+        assert copies.pinned(HostMemory([pool[64:]])) is pinned
 
 
 class Free:

@@ -16,7 +16,7 @@ from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAlloc
 from lmcache.v1.platform.base.device_ops import DeviceOps
 
 import lmcache_xpu.stock.gpu_connectors as module
-from lmcache_xpu.transfer import devices
+from lmcache_xpu.transfer import devices, host_copies
 from lmcache_xpu.transfer.host_copies import HostCopies
 from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.pool_memory import (
@@ -169,7 +169,8 @@ def test_a_pool_beyond_the_limit_is_ordinary_memory_that_is_registered(ops, card
         registered.append(what)
         return True
 
-    memory = HostCopies(XPU, register)
+    monkeypatch.setattr(host_copies, "register_host", register)
+    memory = HostCopies(XPU)
     assert memory.pinned(HostMemory([pool.buffer]))
     assert memory.pinned(HostMemory([pool.buffer[MIB : 2 * MIB]]))  # a chunk of it
     assert registered == [(address, 96 * MIB, XPU)]

@@ -12,6 +12,7 @@ from support.intel import MACHINES, on_machines
 from support.intel import machine as machine  # a fixture
 
 from lmcache_xpu.errors import SettingsError, TransferError
+from lmcache_xpu.transfer import host_copies
 from lmcache_xpu.transfer.host_copies import SMALLEST_STAGING_BYTES, HostCopies
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory
@@ -181,9 +182,9 @@ class Driver:
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog):
-    driver = Driver(answer)
-    memory = HostCopies(torch.device(DEVICE), driver)
+def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, caplog, monkeypatch):
+    monkeypatch.setattr(host_copies, "register_host", driver := Driver(answer))
+    memory = HostCopies(torch.device(DEVICE))
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
     with caplog.at_level(logging.INFO):
         assert memory.pinned(HostMemory([pool[:5], pool[7:9]])) is answer
@@ -193,26 +194,25 @@ def test_a_pool_that_is_not_pinned_is_pinned_once_and_said_once(answer: bool, ca
     assert ("it is now" if answer else "other pinned memory") in caplog.text
 
 
-def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host():
+def test_a_stager_pins_a_pool_before_it_is_used_and_none_on_the_host(monkeypatch):
     cache = build(Spec("LBNHC"))
     stager = stager_of(cache, ONE_LAYER)
-    stager._host = HostCopies(torch.device(DEVICE), driver := Driver(True))
+    monkeypatch.setattr(host_copies, "register_host", driver := Driver(True))
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
     stager.pin(pool)
     assert stager._host.pinned(HostMemory([pool[:5]]))
     assert driver.asked == [POOL_BYTES]
     if DEVICE == "cpu":
         in_place = Stager(stager.view)
-        in_place._host = HostCopies(torch.device(DEVICE), driver)
         in_place.pin(torch.empty(POOL_BYTES, dtype=torch.uint8))
         assert driver.asked == [POOL_BYTES]
 
 
-def test_passing_memory_is_never_pinned():
+def test_passing_memory_is_never_pinned(monkeypatch):
     """Its addresses are given to others, which would find them pinned."""
-    driver = Driver(True)
+    monkeypatch.setattr(host_copies, "register_host", driver := Driver(True))
     memory = HostMemory([torch.empty(4096)])
-    assert not HostCopies(torch.device(DEVICE), driver).pinned(memory)
+    assert not HostCopies(torch.device(DEVICE)).pinned(memory)
     assert driver.asked == []
 
 

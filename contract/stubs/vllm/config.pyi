@@ -53,7 +53,6 @@ class KVEventsConfig:
     enable_kv_cache_events: Any
 
 class SpeculativeConfig:
-    num_speculative_tokens: Any
     method: Any
 
 class CompilationConfig:

@@ -19,23 +19,6 @@ import msgspec
 
 from lmcache_xpu.errors import TransferError
 
-__all__ = [
-    "ALIGN",
-    "COMMIT",
-    "LOCATE",
-    "REGISTER",
-    "RELEASE",
-    "RESERVE",
-    "Groups",
-    "Hit",
-    "ObjectSlots",
-    "Reservation",
-    "Rows",
-    "needed_chunks",
-    "received",
-    "sent",
-]
-
 ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     f"lmcache_xpu.{name}_v4"
     for name in ("align", "register", "locate", "release", "reserve", "commit")
@@ -46,28 +29,18 @@ Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an 
 
 
 class Hit(NamedTuple):
-    """A range of a request's tokens, as one worker reads it once, or writes it.
+    """A range of a request's tokens, as one worker reads it once, or writes it."""
 
-    Args:
-        instance_id: of the worker.
-        number: of the question; a worker asks each once, and ends each once.
-        request_id: ID of the request.
-        model_name, world_size, cache_salt, worker_id: of LMCache's key.
-        start: first token.
-        end: the one after the last.
-        windows: by KV cache group, chunks at the end of the range that a hit needs; 0 for all.
-    """
-
-    instance_id: int
-    number: int
-    request_id: str
+    instance_id: int  # of the worker
+    number: int  # of the question; a worker asks each once, and ends each once
+    request_id: str  # as the next six, of LMCache's key
     model_name: str
     world_size: int
     cache_salt: str
     worker_id: int | None
-    start: int
-    end: int
-    windows: tuple[int, ...]
+    start: int  # first token
+    end: int  # the one after the last
+    windows: tuple[int, ...]  # by KV cache group, chunks that a hit needs of its end; 0 for all
 
     @classmethod
     def of_key(cls, instance_id: int, number: int, key: Any, windows: Sequence[int] = (0,)) -> Self:
@@ -77,48 +50,29 @@ class Hit(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """Chunks that a worker wants to store.
+    """Chunks that a worker wants to store."""
 
-    Args:
-        hit: their range.
-        sizes: by KV cache group, bytes of an object.
-        skipped: by group, chunks that the worker does not have.
-        tokens: of the request, as LMCache's keys have them: numbers, or packed.
-    """
-
-    hit: Hit
-    sizes: tuple[int, ...]
-    skipped: tuple[tuple[int, ...], ...]
-    tokens: bytes | tuple[int, ...]
+    hit: Hit  # their range
+    sizes: tuple[int, ...]  # by KV cache group, bytes of an object
+    skipped: tuple[tuple[int, ...], ...]  # by group, chunks that the worker does not have
+    tokens: bytes | tuple[int, ...]  # as LMCache's keys have them: numbers, or packed
 
 
 class Groups(NamedTuple):
-    """The KV cache groups of an engine, as one of its workers registers them.
+    """The KV cache groups of an engine, as one of its workers registers them."""
 
-    Args:
-        instance_id: of the worker.
-        model_name, world_size: of LMCache's keys.
-        sizes: by group, bytes of an object; none where the worker ends.
-        windows: by group, chunks at the end of a hit that it needs; 0 for all.
-    """
-
-    instance_id: int
-    model_name: str
+    instance_id: int  # of the worker
+    model_name: str  # as the next, of LMCache's keys
     world_size: int
-    sizes: tuple[int, ...]
-    windows: tuple[int, ...]
+    sizes: tuple[int, ...]  # by group, bytes of an object; none where the worker ends
+    windows: tuple[int, ...]  # as of `Hit`
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlots:
-    """Objects in the memory that a cache lends; false if there are none.
+    """Objects in the memory that a cache lends; false if there are none."""
 
-    Args:
-        rows: sorted by KV cache group and chunk. Chunks are counted from the range's first one,
-            offsets and lengths are bytes.
-    """
-
-    rows: Rows
+    rows: Rows  # sorted; chunks counted from the range's first one, offsets and lengths in bytes
 
     @classmethod
     def of(cls, rows: Rows, groups: int) -> Self:
@@ -155,12 +109,7 @@ class ObjectSlots:
 
 
 def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
-    """Return by KV cache group the chunks that a hit needs.
-
-    Args:
-        count: chunks of the hit.
-        windows: by group, chunks at its end; 0 for all.
-    """
+    """Return by KV cache group the chunks that a hit of so many needs; `windows` as of `Hit`."""
     return [range(max(0, count - window) if window else 0, count) for window in windows]
 
 

@@ -41,28 +41,17 @@ from lmcache_xpu.versions.lmcache_server import begin_prefetch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LocalCache", "PromptKeys"]
-
 RESET_S = 1.0
 FLOAT8_MARK = ".fp8"  # behind the salts of chunks in an fp8 tier, which are hexadecimal
 LEASE_S = 30  # of memory for a write, as LMCache's server has it; see `launch.cache_server`
 
 
 class PromptKeys:
-    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them.
-
-    Args:
-        model_name: of the engine's model.
-        salt: what sets the prompt's KV apart beside its tokens.
-        groups: number of KV cache groups.
-
-    Attributes:
-        by_group: by KV cache group, the keys in the order of chunks.
-    """
+    """LMCache's keys of a prompt, to which chunks are added as vLLM hashes them."""
 
     def __init__(self, model_name: str, salt: str, groups: int) -> None:
         self._names = model_name, salt
-        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]
+        self.by_group: list[list[ObjectKey]] = [[] for _ in range(groups)]  # in order of chunks
 
     def __len__(self) -> int:
         """Return the number of chunks."""
@@ -81,14 +70,8 @@ class LocalCache:
     Keys are `TokenRange`s, whose tokens are `PromptKeys`.
 
     Args:
-        options: of the cache.
-        device: that copies from and to its memory.
-        model_name: as keys have it.
         alignment: tokens of which a chunk is a multiple.
         engine: number of the engine among those that share the disk.
-
-    Attributes:
-        is_float8: elements are float8 in the tiers. Keys say so: exact chunks have others.
     """
 
     is_sealed = False  # nobody else writes to the memory
@@ -107,7 +90,7 @@ class LocalCache:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
         ChunkLayout.bytes_have_tokens(self.chunk_tokens)
         self.model_name = model_name
-        self.is_float8 = options.tier_dtype == "fp8"
+        self.is_float8 = options.tier_dtype == "fp8"  # keys say so: exact chunks have others
         self._users = 1  # halves of an engine
         self._device = device
         self._layouts: list[Any] = []
@@ -138,8 +121,7 @@ class LocalCache:
     ) -> Self:
         """Make the cache of an engine, for its worker.
 
-        Raises:
-            SettingsError: the engine has several workers, or the disk can't be used.
+        Raises SettingsError if the engine has several workers, or the disk can't be used.
         """
         parallel = config.parallel_config
         if parallel.world_size > 1:
@@ -158,8 +140,7 @@ class LocalCache:
     def of_worker(cls, config: VllmConfig) -> Self:
         """Return the cache that an engine's worker has made, for its scheduler.
 
-        Raises:
-            SettingsError: the worker is in another process.
+        Raises SettingsError if the worker is in another process.
         """
         with cls._making:
             cache = cls._of_engines.get(config.kv_transfer_config.engine_id)
@@ -191,8 +172,7 @@ class LocalCache:
     def listen(self, listener: Callable[[str], Any]) -> None:
         """Have a listener called for what each tier gains and loses, and what is on disk already.
 
-        Args:
-            listener: makes one of LMCache's, by the tier's name.
+        One of LMCache's is made for each tier, by its name.
         """
         self._room.listen(listener(CPU))
         adapters = [adapter for _, adapter in self._storage.l2_adapters()]
@@ -209,13 +189,9 @@ class LocalCache:
     def find(self, prompt: PromptKeys, chunks: int, *, in_memory: bool) -> Any:
         """Begin to look for the first chunks of a prompt, and to lock what may be hit.
 
-        Args:
-            prompt: the keys.
-            chunks: number of chunks.
-            in_memory: nothing is loaded from other tiers, and `hit_chunks` knows at once.
+        `in_memory`: nothing is loaded from other tiers, and `hit_chunks` knows at once.
         """
-        rows = self._rows(prompt, chunks)
-        return begin_prefetch(self._storage, rows, in_memory=in_memory)
+        return begin_prefetch(self._storage, self._rows(prompt, chunks), in_memory=in_memory)
 
     def hit_chunks(self, handle: Any) -> int | None:
         """Return the chunks of a hit, once; None while other tiers are read."""
@@ -241,12 +217,9 @@ class LocalCache:
     def unlock(self, prompt: PromptKeys, hit: int, first: int, last: int) -> None:
         """Let chunks from `first` up to `last`, of a hit of so many, be evicted again."""
         needed = needed_chunks(hit, self._windows)
-        keys = [
-            of_group[chunk]
-            for of_group, chunks in zip(prompt.by_group, needed, strict=True)
-            for chunk in chunks
-            if first <= chunk < last
-        ]
+        keys: list[ObjectKey] = []
+        for of_group, chunks in zip(prompt.by_group, needed, strict=True):
+            keys += of_group[max(first, chunks.start) : min(last, chunks.stop)]
         self._room.unlock(keys)
 
     # A worker's questions, see `CachePlaces`
@@ -294,7 +267,7 @@ class LocalCache:
         self._storage.clear()
         gone = [adapter.forget(self.model_name) for adapter in adapters]
         deadline = time.monotonic() + RESET_S  # LMCache unlocks what it has written to a disk
-        while self._storage.get_l1_usage()[0] and time.monotonic() < deadline:
+        while self.memory_use()[0] and time.monotonic() < deadline:
             self._storage.clear()
             time.sleep(0.05)
         CPU_USED_BYTES.set(self.memory_use()[0])

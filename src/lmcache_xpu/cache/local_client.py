@@ -12,16 +12,9 @@ from lmcache_xpu.cache.local_cache import LocalCache
 from lmcache_xpu.cache.protocol import KeyScope, ReadPolicy, TokenRange
 from lmcache_xpu.metrics import LOAD_CPU, STORE_CPU
 
-__all__ = ["LocalClient", "LocalLookUps"]
-
 
 class LocalClient:
-    """Asks a cache that always answers; see `Cache`.
-
-    Args:
-        local: the cache.
-        scope: what keys hold of the engine.
-    """
+    """Asks a cache that always answers; see `Cache`."""
 
     load_flow, store_flow = LOAD_CPU, STORE_CPU
     requests: Any = None
@@ -48,10 +41,6 @@ class LocalClient:
         self.local.register(sizes, windows)
         return self.local
 
-    def answers_lookups(self, timeout_s: float) -> bool:
-        """Whether look-ups are answered: they are."""
-        return True
-
     def start_heartbeat(self, *_: object) -> None:
         """Do nothing: a cache in this process lives as long as this does."""
 
@@ -70,10 +59,6 @@ class LocalLookUps:
 
     Memory answers at once. Where it lacks chunks, other tiers are read into it if that is faster
     than computing, and the request is asked for again.
-
-    Args:
-        local: the cache.
-        policy: whether other tiers are read.
     """
 
     def __init__(self, local: LocalCache, policy: ReadPolicy) -> None:

@@ -13,39 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.tiers.server_options import disk_option, shared_option
 
-__all__ = ["CPU", "DISK", "SHARED", "LocalCacheOptions"]
-
 CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
 
 
 class LocalCacheOptions(BaseModel):
-    """The options of a cache.
-
-    Args:
-        chunk_tokens: tokens of a chunk; rounded up to whole blocks of the engine.
-        cpu_gib: GiB of host memory.
-        disk_path: directory of the disk tier; None for no such tier.
-        disk_gib: GiB of that.
-        remote_url: of the shared tier; None for no such tier.
-        tier_dtype: of elements in the tiers: as the engine has them, or float8.
-    """
+    """The options of a cache, in this process."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    chunk_tokens: int = Field(256, ge=1)
+    chunk_tokens: int = Field(256, ge=1)  # rounded up to whole blocks of the engine
     cpu_gib: float = Field(5.0, gt=0)
-    disk_path: Path | None = None
+    disk_path: Path | None = None  # directory of the disk tier; None for no such tier
     disk_gib: float | None = Field(None, gt=0)
-    remote_url: str | None = None
-    tier_dtype: Literal["auto", "fp8"] = "auto"
+    remote_url: str | None = None  # of the shared tier
+    tier_dtype: Literal["auto", "fp8"] = "auto"  # of elements in the tiers
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
-        """Check what was configured.
-
-        Raises:
-            SettingsError: names the options that are not as expected.
-        """
+        """Check what was configured; raise SettingsError that names what is not as expected."""
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
@@ -58,10 +43,9 @@ class LocalCacheOptions(BaseModel):
             ) from None
 
     def adapters(self, engine: int) -> dict[str, Any]:
-        """Return LMCache's options of the tiers behind memory, by name, as they are asked in turn.
+        """Return LMCache's options of the tiers behind memory, by name, in the order of asking.
 
-        Args:
-            engine: number of the engine among those that share the disk.
+        Several engines may share the disk; each has a number.
         """
         tiers = {}
         if self.disk_path is not None:

@@ -14,8 +14,6 @@ from typing import Any
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.metrics import LOAD_SERVER
 
-__all__ = ["LookUps"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # vLLM asks again with its next step, and a look-up needs two answers of the server: a request that
@@ -44,11 +42,7 @@ class _LookUp:
 
 
 class LookUps:
-    """Called by the scheduler's thread.
-
-    Args:
-        client: of the server.
-    """
+    """Called by the scheduler's thread."""
 
     def __init__(self, client: Cache) -> None:
         self._client = client

@@ -1,11 +1,5 @@
 """What the connector asks a cache for, in the engine's process or in LMCache's server.
 
-    find             how many tokens of a request can be hit; their chunks are locked
-    locate, release  where the chunks of a hit are; they are unlocked
-    reserve, commit  where to store chunks; others find them
-    reset            nothing is found that was stored before
-    close            one half of the connector needs the cache no more
-
 Each half has a `Cache`. The scheduler's half asks by `CacheLookUps`, a worker's by `CachePlaces`.
 
     Cache         `LocalClient`   `ServerClient`
@@ -27,64 +21,33 @@ from lmcache_xpu.metrics import Flow
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "Answer",
-    "Cache",
-    "CacheLookUps",
-    "CachePlaces",
-    "KeyScope",
-    "ReadPolicy",
-    "Skipped",
-    "TokenRange",
-]
-
 T = TypeVar("T")
 Skipped = Sequence[Sequence[int]]  # by KV cache group, chunks that a worker lacks
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Whole chunks of a request, to be looked up, loaded or stored.
-
-    Args:
-        request_id: ID of the request.
-        tokens: all of the request, as LMCache's keys have them; `PromptKeys` in this process.
-        start: first token of the range.
-        end: the one after the last.
-        salt: what sets the request's KV apart beside its tokens; see `keys`.
-        options: LMCache's options of the request.
-        blocks: by KV cache group of vLLM, block IDs of the range.
-        kept: leading tokens of the range that vLLM's own prefix cache has; a load leaves them out.
-    """
+    """Whole chunks of a request, to be looked up, loaded or stored."""
 
     request_id: str
-    tokens: Any
-    start: int
-    end: int
-    salt: str = ""
-    options: dict[str, Any] | None = None
-    blocks: Sequence[Sequence[int]] = ()
-    kept: int = 0
+    tokens: Any  # all of the request, as LMCache's keys have them; `PromptKeys` in this process
+    start: int  # first token of the range
+    end: int  # the one after the last
+    salt: str = ""  # what sets the request's KV apart beside its tokens; see `keys`
+    options: dict[str, Any] | None = None  # LMCache's, of the request
+    blocks: Sequence[Sequence[int]] = ()  # by KV cache group of vLLM, block IDs of the range
+    kept: int = 0  # leading tokens that vLLM's own prefix cache has; a load leaves them out
 
 
 class KeyScope(NamedTuple):
-    """What keys hold of an engine, and of one of its workers.
-
-    Args:
-        model_name: of the engine's model.
-        world_size: parts of a chunk, each of which a worker stores.
-        worker_id: number of the part.
-        readers: workers that load each part.
-        is_writer: this worker stores its part.
-        tensor_parallel: ranks that share out the heads.
-    """
+    """What keys hold of an engine, and of one of its workers."""
 
     model_name: str
-    world_size: int
-    worker_id: int
-    readers: int
-    is_writer: bool
-    tensor_parallel: int
+    world_size: int  # parts of a chunk, each of which a worker stores
+    worker_id: int  # number of the part
+    readers: int  # workers that load each part
+    is_writer: bool  # this worker stores its part
+    tensor_parallel: int  # ranks that share out the heads
 
     @classmethod
     def of(cls, config: VllmConfig) -> Self:
@@ -109,27 +72,17 @@ class KeyScope(NamedTuple):
 
 
 class Cache(Protocol):
-    """One half's connection to a cache.
-
-    Attributes:
-        chunk_tokens: tokens of a chunk.
-        scope: what keys hold of the engine.
-        healthy: set while the cache answers. Whoever misses an answer clears it; the heartbeat
-            sets it when look-ups are answered again.
-        local: the `LocalCache` in this process; None at a server.
-        requests: LMCache's `RequestClient` of a server; None in this process.
-        instance_id: of a worker; None of a scheduler.
-        timeout_s: seconds that the cache has for an answer.
-        load_flow, store_flow: count loads and stores.
-    """
+    """One half's connection to a cache."""
 
     chunk_tokens: int
     scope: KeyScope
+    # Set while the cache answers. Whoever misses an answer clears it; the heartbeat sets it when
+    # look-ups are answered again.
     healthy: threading.Event
-    local: Any
-    requests: Any
-    instance_id: int | None
-    timeout_s: float
+    local: Any  # the `LocalCache` in this process; None at a server
+    requests: Any  # LMCache's `RequestClient` of a server; None in this process
+    instance_id: int | None  # of a worker; None of a scheduler
+    timeout_s: float  # that the cache has for an answer
     load_flow: Flow
     store_flow: Flow
 
@@ -145,17 +98,9 @@ class Cache(Protocol):
     def places(self, sizes: Sequence[int], windows: Sequence[int], timeout_s: float) -> CachePlaces:
         """Return how the cache is asked by a worker that stores such objects; waits for it.
 
-        Args:
-            sizes: by KV cache group, bytes of an object.
-            windows: by group, chunks at the end of a hit that it needs; 0 for all.
-            timeout_s: seconds that the cache has for an answer.
-
-        Raises:
-            SettingsError: a server that can't be asked.
+        By KV cache group: bytes of an object, and the chunks at the end of a hit that it needs, 0
+        for all. Raises SettingsError for a server that can't be asked.
         """
-
-    def answers_lookups(self, timeout_s: float) -> bool:
-        """Whether the cache answers a look-up, of which it keeps nothing; waits for it."""
 
     def start_heartbeat(
         self,
@@ -163,12 +108,10 @@ class Cache(Protocol):
         recovered: Callable[[], bool] = ...,
         lost: Callable[[], None] = ...,
     ) -> None:
-        """Ping the cache from now on, in a thread.
+        """Ping the cache from now on, in a thread; it has the interval for each answer.
 
-        Args:
-            interval_s: seconds between pings, and for an answer.
-            recovered: is called when a lost cache answers look-ups again; whether it may be used.
-            lost: is called after each ping that the cache did not answer.
+        `recovered` is called when a lost cache answers look-ups again, and says whether it may be
+        used; `lost` after each ping that the cache did not answer.
         """
 
     def stop_heartbeat(self) -> None:
@@ -197,12 +140,8 @@ class CacheLookUps(Protocol):
     def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
         """Return the tokens of a request's hit, whose chunks stay locked; waits milliseconds.
 
-        Args:
-            tokens: whole chunks of the request, from its first token on.
-            is_alone: nobody else waits for a token.
-
-        Returns:
-            Whole chunks of tokens, or None while the cache looks: vLLM asks again in its next step.
+        None while the cache looks: vLLM asks again in its next step. `is_alone`: nobody else waits
+        for a token.
         """
 
     def shared(self, tokens: TokenRange) -> int:
@@ -232,11 +171,7 @@ class CacheLookUps(Protocol):
 
 @dataclass(eq=False)
 class Answer(Generic[T]):
-    """What a cache answers, as a future; this one has come.
-
-    Args:
-        value: the answer.
-    """
+    """What a cache answers, as a future; this one has come."""
 
     value: T
 
@@ -258,12 +193,9 @@ class CachePlaces(Protocol):
     """Where the chunks of a worker are. Called by any thread; only answers are waited for.
 
     Each question has a number that no other has, and a key of its cache.
-
-    Attributes:
-        is_sealed: objects have seals, see `seals`: others write to the memory too.
     """
 
-    is_sealed: bool
+    is_sealed: bool  # objects have seals, see `seals`: others write to the memory too
 
     def locate(self, number: int, key: Any) -> Answer[ObjectSlots | None]:
         """Ask where the chunks of a hit are, which are locked; None if one is missing."""

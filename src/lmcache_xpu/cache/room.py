@@ -24,8 +24,6 @@ from lmcache_xpu.cache.hit_places import Rows
 from lmcache_xpu.metrics import evicted
 from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
-__all__ = ["Room", "object_layout"]
-
 # LMCache warns of each reservation for which room is only made afterwards: with objects of several
 # sizes that is each store into full memory.
 _NO_ROOM = "Failed to batched allocate"
@@ -52,10 +50,8 @@ def _in_order(prompt: Sequence[Sequence[Any]]) -> list[Any]:
 class Room:
     """Lends the memory of one cache, and evicts. Called by any thread.
 
-    Each loan is of a question, which is located and released once, or reserved and committed.
-
-    Args:
-        storage: LMCache's storage manager, of whose memory nothing is reserved yet.
+    Each loan is of a question, which is located and released once, or reserved and committed. Of
+    the memory of LMCache's storage manager nothing is reserved yet.
     """
 
     def __init__(self, storage: Any) -> None:
@@ -92,14 +88,12 @@ class Room:
     ) -> Rows | None:
         """Return where chunks of a prompt are, which stay locked until `release`.
 
+        None, and nothing is locked, if a chunk is missing or the question was released.
+
         Args:
-            question: of the hit.
             prompt: by KV cache group, the keys of all its chunks, up to the last of the hit.
             first: number of the first chunk that is loaded.
             needed: by group, numbers of the chunks, counted from that one.
-
-        Returns:
-            None, and nothing is locked, if a chunk is missing or the question was released.
         """
         places = {
             keys[first + chunk]: (group, chunk)
@@ -148,7 +142,6 @@ class Room:
         They take none of the prompt's own, and nobody finds them until `commit`.
 
         Args:
-            question: of the store.
             prompt: by KV cache group, the keys of its chunks.
             first: number of the first chunk to reserve.
             skipped: by group, chunks to leave out, counted from that one.

@@ -19,21 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SEAL_BYTES", "Seals", "break_seal", "seal", "seals_at", "seals_of"]
-
 Seals = list[list[bytes]]  # by group, of each chunk
 SEAL_BYTES = 64
 _DIGEST_BYTES = 32
 
 
 def seals_of(key: Any, chunk_tokens: int, layout: str) -> list[bytes]:
-    """Return the seal of each chunk of a key.
-
-    Args:
-        key: LMCache's, of a range of a request's tokens.
-        chunk_tokens: tokens of a chunk.
-        layout: of the group of layers, in words.
-    """
+    """Return the seal of each chunk of LMCache's key; `layout` is the layers', in words."""
     names = (key.model_name, key.world_size, key.worker_id, key.cache_salt, layout)
     running = hashlib.blake2b(repr(names).encode(), digest_size=_DIGEST_BYTES)
     tokens, size = _packed(key), 4 * chunk_tokens

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots
-from lmcache_xpu.cache.protocol import Answer, CachePlaces
+from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.seals import Seals
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
-
-__all__ = ["LEASE_S", "GivenUpError", "LentMemory", "Question", "Server"]
+from lmcache_xpu.transfer.host_copies import LENT
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -33,11 +33,7 @@ T = TypeVar("T")
 
 
 class GivenUpError(Exception):
-    """A transfer was given up.
-
-    Args:
-        reason: for the metrics.
-    """
+    """A transfer was given up, for a reason of the metrics."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -48,12 +44,8 @@ class LentMemory:
     """The pool of a cache, as flat bytes, mapped and pinned in this process.
 
     A server's stays mapped after that ended, with its bytes, until the last tensor of it goes.
-
-    Args:
-        pool: all of it.
-        device: that copies from and to it; pinning for it takes seconds for GiB.
-        is_pinned: it is pinned already, and others release it.
-        file: of a server's, its path and what identifies the file.
+    Pinning for the device that copies takes seconds for GiB, unless it is pinned already, and
+    others release it.
     """
 
     def __init__(
@@ -62,14 +54,14 @@ class LentMemory:
         device: torch.device,
         *,
         is_pinned: bool = False,
-        file: tuple[Path, tuple[int, int]] | None = None,
+        file: tuple[Path, tuple[int, int]] | None = None,  # a server's, and what identifies it
     ) -> None:
         self.pool = pool
         self._device, self._file = device, file
         self._pins = not (is_pinned or is_host(device)) and register_host(
             pool.data_ptr(), len(pool), device
         )
-        self.pinned = is_pinned or self._pins
+        self.pinned = LENT[pool.data_ptr()] = is_pinned or self._pins
 
     @classmethod
     def at(cls, address: int, size: int, device: torch.device, *, is_pinned: bool) -> Self:
@@ -144,39 +136,28 @@ class LentMemory:
 
     def release(self) -> None:
         """Give the pinning back, once nothing copies any more; may be called again."""
+        LENT.pop(self.pool.data_ptr(), None)
         if self._pins:
-            self._pins = self.pinned = False
+            self._pins = False
             unregister_host(self.pool.data_ptr(), self._device)
 
 
 class Question(NamedTuple):
-    """A cache is asked where chunks are that it has promised.
-
-    Args:
-        number: of the question.
-        key: of the chunks.
-        memory: that the cache lent when it was asked.
-        begun: when it was asked.
-        answer: that comes.
-        places: who was asked.
-    """
+    """A cache is asked where chunks are that it has promised."""
 
     number: int
-    key: Any
-    memory: LentMemory
-    begun: float
-    answer: Answer[ObjectSlots | None]
-    places: CachePlaces
+    key: Any  # of the chunks
+    memory: LentMemory  # when it was asked
+    begun: float  # when it was asked
+    answer: Answer[ObjectSlots | None]  # that comes
+    seals: Seals | None = None  # that the chunks should have; None where nobody else writes
 
 
 class Server:
     """Whichever cache answers a worker, and its memory.
 
-    Args:
-        healthy: set while the cache answers. Cleared here when it does not; `ServerClient` sets it
-            again, once this worker is registered anew.
-        device: that copies from and to lent memory.
-        timeout_s: seconds that the cache has for an answer.
+    An event is set while the cache answers, and cleared here when it does not; `ServerClient` sets
+    it again, once this worker is registered anew.
     """
 
     def __init__(self, healthy: threading.Event, device: torch.device, timeout_s: float) -> None:
@@ -191,8 +172,7 @@ class Server:
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
 
-        Returns:
-            The memory of an earlier server, to be released once nothing copies from or to it.
+        Return that of an earlier server, to be released once nothing copies from or to it.
 
         Raises:
             TimeoutError: no answer.
@@ -217,11 +197,7 @@ class Server:
 
     @property
     def lent(self) -> LentMemory:
-        """The memory that it lends.
-
-        Raises:
-            GivenUpError: the cache is lost.
-        """
+        """The memory that it lends; GivenUpError if the cache is lost."""
         if self._memory is None or not self._healthy.is_set():
             raise GivenUpError("server")
         return self._memory
@@ -234,13 +210,6 @@ class Server:
         self._memory = None
         return memory
 
-    def pinned(self, address: int) -> bool | None:
-        """Whether its memory at this address is pinned; None for other memory."""
-        memory = self._memory
-        if memory is None or memory.pool.data_ptr() != address:
-            return None
-        return memory.pinned
-
     def answer(
         self,
         asked: Answer[T],
@@ -250,7 +219,6 @@ class Server:
         """Wait for an answer, and return it.
 
         Args:
-            asked: the answer, which comes.
             given_up: whether nobody waits for it any more.
             at_most_s: that whoever asks may wait, where that is less than the cache has.
 
@@ -274,10 +242,6 @@ class Server:
                 )
                 raise GivenUpError("server")
         return asked.result(timeout=0)
-
-    def leave(self) -> None:
-        """Wait for no answer any more."""
-        self._healthy.clear()
 
     def release(self) -> None:
         """Give the pinning of its memory back, once nothing copies."""

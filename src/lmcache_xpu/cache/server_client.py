@@ -24,19 +24,15 @@ from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SERVER, STORE_SERVER
 from lmcache_xpu.versions import lmcache_server
 
-__all__ = ["KeyScope", "ServerClient"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 ALIGN_S = 1.0  # a server without any module is silent
+START_S = 10.0  # for the first answer to a look-up
 
 
 class ServerClient:
     """Asks one server, and knows whether it answers; see `Cache`.
 
     Args:
-        url: of the server.
-        scope: what keys hold of the engine.
-        timeout_s: seconds that the server has for an answer.
         alignment: tokens of which a chunk has to be a multiple.
         instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
             scheduler.
@@ -105,9 +101,15 @@ class ServerClient:
         assert self.instance_id is not None  # of a worker
         places = ServerPlaces(self.requests, self.instance_id, sizes, windows)
         places.begin(self.scope, timeout_s)
+        if not self._answers_lookups(START_S):
+            raise SettingsError(
+                f"an LMCache server that answered no look-up within {START_S:.0f} s",
+                "one of the engine's LMCache",
+                "A server of another version can't read them: install one version on both sides.",
+            )
         return places
 
-    def answers_lookups(self, timeout_s: float) -> bool:
+    def _answers_lookups(self, timeout_s: float) -> bool:
         """Whether the server answers a look-up, of which it keeps nothing; waits for it."""
         deadline = time.monotonic() + timeout_s
         name = f"lmcache-xpu-{uuid.uuid4().hex}"
@@ -176,7 +178,7 @@ class ServerClient:
                 self.healthy.set()
 
     def _may_be_used(self) -> bool:
-        if not self.answers_lookups(self.timeout_s):
+        if not self._answers_lookups(self.timeout_s):
             return False
         if (tokens := self._asked_chunk_tokens()) == self.chunk_tokens:
             return True

@@ -28,20 +28,11 @@ from lmcache_xpu.cache.hit_places import (
 from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped
 from lmcache_xpu.errors import SettingsError
 
-__all__ = ["ServerPlaces"]
-
 T = TypeVar("T")
 
 
 class ServerPlaces:
-    """Where the chunks of one worker are in a server.
-
-    Args:
-        client: LMCache's, of the server.
-        instance_id: of the worker.
-        sizes: by KV cache group, bytes of an object.
-        windows: by group, chunks at the end of a hit that it needs; 0 for all.
-    """
+    """Where the chunks of one worker are in a server; sizes and windows as of `Cache.places`."""
 
     is_sealed = True
 
@@ -54,8 +45,7 @@ class ServerPlaces:
     def begin(self, scope: KeyScope, timeout_s: float) -> None:
         """Name the groups of an engine's keys to the server; waits for its answer.
 
-        Raises:
-            SettingsError: the server has not this module.
+        Raises SettingsError if the server has not this module.
         """
         named = Groups(
             self._instance_id, scope.model_name, scope.world_size, self._sizes, self._windows
@@ -116,12 +106,7 @@ class ServerPlaces:
 
 
 class _Coming(Answer[T]):
-    """An answer of the server.
-
-    Args:
-        future: LMCache's.
-        read: makes the answer of what the future brings.
-    """
+    """An answer of the server, made of what LMCache's future brings."""
 
     def __init__(self, future: Any, read: Callable[[Any], T]) -> None:
         self._future, self._read = future, read

@@ -1,19 +1,15 @@
-"""vLLM's KV connector to LMCache's server: each hook goes to the scheduler's half or to a worker's.
+"""vLLM's KV connector: each hook goes to the scheduler's half or to a worker's.
 
 vLLM makes one in its scheduler and one in each worker. It takes the blocks of all KV cache groups,
-so vLLM's hybrid manager stays on. LMCache is asked by its public `RequestClient` alone; it is
-imported when a connector is made: vLLM imports this file first, to ask the class questions, and its
-CPU worker then looks through every loaded module in a way that fails on one which LMCache brings.
-
-    transfers   run in threads beside the engine (`transfers`), or inside steps (`step_loads`)
-    keys        name the weights, adapters, embeddings and epochs too (`keys`)
-    failures    of a load: its request is computed, and stores nothing that came of it
-    blocks      are freed when their request ends; a step that writes some waits for their stores
+so vLLM's hybrid manager stays on. LMCache is imported when a connector is made: vLLM imports this
+file first, to ask the class questions, and its CPU worker then looks through every loaded module in
+a way that fails on one which LMCache brings.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -53,8 +49,6 @@ if TYPE_CHECKING:
     from lmcache_xpu.connector.step import WorkerReport
     from lmcache_xpu.connector.worker_half import WorkerHalf
 
-__all__ = ["LMCacheXPUServerConnector"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 PREFIX = "lmcache.mp."  # of LMCache's options in vLLM's extra configuration
@@ -68,7 +62,7 @@ REFUSED = ("lazy_offload", "eager_prefetch", "transfer_intermediate_tensors")
 
 
 class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """LMCache's server as vLLM's KV connector.
+    """LMCache's storage manager in this process, or its server, as vLLM's KV connector.
 
     Raises:
         VersionError: LMCache or vLLM is outside the tested versions, or can't serve this model.
@@ -87,12 +81,11 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         url = None if CACHE in options else _checked_url(options)
         from lmcache_xpu.connector.scheduler_half import SchedulerHalf
-        from lmcache_xpu.connector.tracked_request import BlockSizes
         from lmcache_xpu.connector.worker_half import WorkerHalf
         from lmcache_xpu.model.kv_cache_groups import block_tokens, cache_groups
 
         groups = cache_groups(kv_cache_config)
-        alignment = BlockSizes(1, block_tokens(kv_cache_config)).alignment
+        alignment = math.lcm(*filter(None, block_tokens(kv_cache_config)))
         is_worker = role is KVConnectorRole.WORKER
         client = _client(vllm_config, options, url, alignment, is_worker=is_worker)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -117,7 +110,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
     # Called by vLLM's model runner
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the engine's KV cache; see `WorkerHalf.register`."""
+        """Take over the engine's KV cache."""
         self.worker_half.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -244,11 +237,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         self.scheduler_half.give_up_hits(request_id)
 
     def reset_cache(self) -> bool | None:
-        """Let nothing be found any more that was stored before.
-
-        Returns:
-            False if the server did not give back the room of what was stored.
-        """
+        """Let nothing be found any more that was stored; False if a server keeps its room."""
         return self.scheduler_half.reset() if self.role is KVConnectorRole.SCHEDULER else None
 
 

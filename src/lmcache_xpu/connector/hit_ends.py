@@ -25,8 +25,6 @@ from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGr
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["HitEnds"]
-
 QUESTION_TOKENS = 256  # that a question may have, with an answer or a template before it
 LEAST_TOKENS = 128  # of a step that ends for it: a step takes as long with fewer
 
@@ -37,12 +35,7 @@ class _Ends(NamedTuple):
 
 
 class HitEnds:
-    """Called by the scheduler's thread.
-
-    Args:
-        groups: KV cache groups that are stored.
-        chunk_tokens: tokens of a chunk.
-    """
+    """The ends of one scheduler's requests; `groups` are KV cache groups that are stored."""
 
     def __init__(self, groups: Sequence[CacheGroup], chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -59,12 +52,9 @@ class HitEnds:
         return cls(groups, chunk_tokens) if some else None
 
     def begin(self, request: Request, start: int, shared: int) -> None:
-        """Choose the ends of a request that may be scheduled next.
+        """Choose the ends of a request that may be scheduled next, with what vLLM has chosen.
 
-        Args:
-            request: vLLM's, with the end that vLLM has chosen, if any.
-            start: tokens that are not computed.
-            shared: tokens of its prefix whose attention a cache has.
+        Its first `start` tokens are there, and a cache has the attention of `shared` ones.
         """
         size = self._chunk_tokens
         last = request.num_prompt_tokens // size * size

@@ -30,24 +30,17 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-__all__ = ["Keys", "salt_of"]
-
 MOST_DAMAGED = 4096  # first chunks that are remembered
 
 
 class Keys:
-    """The salts of one engine's requests.
-
-    Attributes:
-        epoch: number of the current epoch.
-        pool: vLLM's blocks; None until soon after the start.
-    """
+    """The salts of one engine's requests."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int
     ) -> None:
-        self.epoch = 0
-        self.pool: BlockPool | None = None
+        self.epoch = 0  # number of the current one
+        self.pool: BlockPool | None = None  # vLLM's blocks, from soon after the start on
         self._epoch_name = ""
         self._is_mixed = False
         self._chunk_tokens = chunk_tokens
@@ -69,11 +62,8 @@ class Keys:
     def admit(self, request: Request, kept: int) -> tuple[str, bool]:
         """Return the salt of a request that begins from nothing, and whether it may be stored.
 
-        A request that may not be stored has a salt of its own, under which nothing is found.
-
-        Args:
-            request: vLLM's.
-            kept: tokens that vLLM's own prefix cache has of it.
+        A request that may not be stored has a salt of its own, under which nothing is found. Of it
+        vLLM's own prefix cache has `kept` tokens.
         """
         name, salt, epoch = request.request_id, salt_of(request), self._epoch_name
         may_store = not (self.is_mixed and kept) and salt is not None
@@ -124,8 +114,7 @@ class Keys:
 def salt_of(request: Request) -> str | None:
     """Return what sets a request's KV apart beside its tokens; empty if nothing does.
 
-    Returns:
-        None where nobody can say it: nothing of the request may be looked up or stored.
+    None where nobody can say it: nothing of the request may be looked up or stored.
     """
     if request.prompt_embeds is not None:
         return None

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     Change = tuple[str, list[ObjectKey], bool]  # a tier, objects, and whether it holds them now
 
-__all__ = ["KVEvents", "TierListener"]
-
 MOST_CHUNKS = 2**16  # that are described, 2 to 3 KiB each
 # How events name tiers: medium, locality to the publisher, ownership of a secondary tier.
 PLACES = {

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["Hit", "LoadMode", "LoadPolicy", "Loads"]
-
 Loads = Literal["auto", "always", "step", "async"]
 LoadMode = Literal["step", "async", "computed"]
 
@@ -42,13 +40,6 @@ STEPS_AHEAD = 8  # steps that vLLM schedules before the first has ended, at most
 COMPUTED_IN_TURN = 16
 
 
-class Hit(NamedTuple):
-    """A request's hit: tokens to load, and tokens that its step computes besides."""
-
-    loaded: int
-    computed: int
-
-
 class _Step(NamedTuple):
     number: int
     started_s: float
@@ -58,10 +49,6 @@ class _Step(NamedTuple):
 
 class LoadPolicy:
     """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take.
-
-    Args:
-        tuning: of the engine's device.
-        clock: seconds.
 
     Attributes:
         loads: `always` never computes a hit; `step` or `async` leaves no choice. It is `async`
@@ -88,19 +75,16 @@ class LoadPolicy:
     def choose(self, request: Request, kept: int, tokens: int) -> LoadMode:
         """Choose for a request that may be scheduled next; the last choice counts.
 
-        Args:
-            request: vLLM's.
-            kept: tokens in vLLM's own prefix cache.
-            tokens: that can be loaded beyond those.
+        So many `tokens` can be loaded beyond the `kept` ones of vLLM's own prefix cache.
         """
-        name, hit = request.request_id, Hit(tokens, request.num_tokens - kept - tokens)
+        name, computed = request.request_id, request.num_tokens - kept - tokens
         mode: LoadMode = "step"
-        if self.computes(hit):
+        if self.computes(tokens, computed):
             mode = "computed"
         elif self.loads in ("step", "async"):
             mode = self.loads
         # A load inside a step would be behind those beside it, and hold its step up.
-        elif not self.is_alone(name) and self.waits(hit):
+        elif not self.is_alone(name) and self.waits(tokens, computed):
             mode = "async"
         self._modes[name] = mode
         return mode
@@ -117,12 +101,9 @@ class LoadPolicy:
     def begin_step(
         self, step: SchedulerOutput, inside: Collection[str], waiting: Collection[str]
     ) -> tuple[int | None, int]:
-        """Begin a step that vLLM has decided on.
+        """Begin a step that vLLM has decided on, with requests whose loads are `inside` it.
 
-        Args:
-            step: vLLM's.
-            inside: requests whose loads are inside it.
-            waiting: requests that begin to wait for their loads.
+        Those that are `waiting` begin to wait for theirs.
 
         Returns:
             The number by which workers report that it has ended, None if nothing depends on it; and
@@ -143,16 +124,14 @@ class LoadPolicy:
     def end_step(
         self, number: int | None, arrived: Iterable[str], loaded_per_s: float | None
     ) -> None:
-        """Take what workers report of a step that has ended.
+        """Take what workers report of a step that has ended, by its number, None if none did.
 
-        Args:
-            number: the step's; None if no worker reported it.
-            arrived: requests whose loads beside steps have ended; these may have failed.
-            loaded_per_s: tokens per second of the last loads; None where none has ended.
+        Requests have `arrived` whose loads beside steps have ended; these may have failed.
         """
         self._waiting.difference_update(arrived)
         if loaded_per_s is not None:
-            self._loaded_per_s = _mean(self._loaded_per_s, loaded_per_s)
+            before = loaded_per_s if self._loaded_per_s is None else self._loaded_per_s
+            self._loaded_per_s = before + NEWEST * (loaded_per_s - before)
         # Some steps without tokens are never reported, as the one behind the last answer.
         while self._steps and number is not None and self._steps[0].number < number:
             self._steps.popleft()
@@ -177,14 +156,14 @@ class LoadPolicy:
         elif step.tokens <= FEW_TOKENS:
             self._small_steps_s.append(seconds)
 
-    def computes(self, hit: Hit) -> bool:
-        """Whether a request is to be computed, though its tokens could be loaded."""
+    def computes(self, loaded: int, computed: int) -> bool:
+        """Whether to compute what could be loaded, beside tokens that are computed anyway."""
         if self.loads != "auto" or not self._knows_steps:
             return False
         loading_s = self._tuning.load_us / 1e6
         if self._loaded_per_s is not None:
-            loading_s += hit.loaded / self._loaded_per_s
-        saved_s = self._step_s(hit.loaded + hit.computed) - self._step_s(hit.computed)
+            loading_s += loaded / self._loaded_per_s
+        saved_s = self._step_s(loaded + computed) - self._step_s(computed)
         return loading_s > saved_s and self._again()
 
     def reads(self, tokens: int) -> bool:
@@ -203,12 +182,12 @@ class LoadPolicy:
         self._computed_in_turn = (self._computed_in_turn + 1) % (COMPUTED_IN_TURN + 1)
         return self._computed_in_turn != 0
 
-    def waits(self, hit: Hit) -> bool:
+    def waits(self, loaded: int, computed: int) -> bool:
         """Whether a request is to wait for its load, while others wait for their next token."""
         if self._loaded_per_s is None or not self._knows_steps:
-            return hit.loaded > self._tuning.loaded_per_computed * hit.computed
-        loading_s = hit.loaded / self._loaded_per_s
-        return loading_s > self._small_step_s + self._computing_s(hit.computed)
+            return loaded > self._tuning.loaded_per_computed * computed
+        loading_s = loaded / self._loaded_per_s
+        return loading_s > self._small_step_s + self._computing_s(computed)
 
     @property
     def _knows_steps(self) -> bool:
@@ -224,7 +203,3 @@ class LoadPolicy:
     def _step_s(self, tokens: int) -> float:
         """Return what a step takes: with few tokens as long as with hardly any."""
         return max(self._small_step_s, self._computing_s(tokens))
-
-
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + NEWEST * (newest - before)

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from lmcache_xpu.metrics import fallback
 
-__all__ = ["NOTHING_UNSERVED", "Promises", "Unserved", "guarded"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
@@ -42,15 +40,10 @@ def _log(hook: str, kind: str, text: str) -> None:
 
 
 class Unserved(NamedTuple):
-    """Promised loads that no worker knows. Workers report them as loads that failed.
+    """Promised loads that no worker knows. Workers report them as loads that failed."""
 
-    Args:
-        blocks: block IDs of loads inside a step.
-        waiting: block IDs by request, of loads that a request waits for.
-    """
-
-    blocks: frozenset[int]
-    waiting: Mapping[str, frozenset[int]]
+    blocks: frozenset[int]  # IDs, of loads inside a step
+    waiting: Mapping[str, frozenset[int]]  # by request, of loads that it waits for
 
 
 NOTHING_UNSERVED = Unserved(frozenset(), {})
@@ -67,23 +60,17 @@ class Promises:
     Args:
         block_tokens: tokens of a block of the KV cache group that keeps all of a prompt; None
             where none does.
-
-    Attributes:
-        broken: IDs of requests of which LMCache is shown nothing.
     """
 
     def __init__(self, block_tokens: int | None) -> None:
-        self.broken: set[str] = set()
+        self.broken: set[str] = set()  # requests of which LMCache is shown nothing
         self._block_tokens = block_tokens
         self._promised: dict[str, tuple[int, bool]] = {}  # kept tokens, and whether it waits
         self._loads: dict[str, _Load] = {}  # of the next step, by request
         self._failed: dict[str, _Load] = {}
 
     def promise(self, request_id: str, kept: int, *, waits: bool) -> None:
-        """Record that vLLM was promised tokens beyond the `kept` ones of its own prefix cache.
-
-        The request `waits` for its load, or has it inside its step.
-        """
+        """Record a load of what lies behind the `kept` tokens of vLLM's own prefix cache."""
         self._promised[request_id] = kept, waits
 
     def allocated(self, request_id: str, blocks: Sequence[int], tokens: int) -> None:
@@ -91,8 +78,7 @@ class Promises:
         kept, waits = self._promised.pop(request_id, (0, False))
         if tokens:
             size = self._block_tokens
-            end = 0 if size is None else -(-(kept + tokens) // size)
-            first = 0 if size is None else kept // size
+            first, end = (0, 0) if size is None else (kept // size, -(-(kept + tokens) // size))
             self._loads[request_id] = _Load(frozenset(blocks[first:end]), waits)
 
     def describe(self) -> Unserved:

@@ -1,12 +1,4 @@
-"""The scheduler's half of the connector to LMCache's server.
-
-arrived         a request has come: the server begins to look
-matched_tokens  FIND: how many tokens the server has; CHOOSE: what becomes of them
-allocated       a request has its blocks
-describe        DESCRIBE: what the workers load and store in a step
-end_step        what the workers report
-finished        a request has ended
-"""
+"""The scheduler's half of the connector: it finds hits, chooses, and describes steps."""
 
 from __future__ import annotations
 
@@ -22,9 +14,9 @@ from lmcache_xpu.connector.keys import Keys
 from lmcache_xpu.connector.kv_events import KVEvents
 from lmcache_xpu.connector.load_policy import LoadPolicy
 from lmcache_xpu.connector.request_guard import Promises, guarded
-from lmcache_xpu.connector.step import Step, WorkerReport, written_blocks
+from lmcache_xpu.connector.step import Step, WorkerReport, may_load_in_steps, written_blocks
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
-from lmcache_xpu.model.kv_cache_groups import block_tokens
+from lmcache_xpu.model.kv_cache_groups import CacheGroup, block_tokens
 from lmcache_xpu.transfer.tuning import TUNING
 from lmcache_xpu.vllm_hooks.worker_hooks import worker_connector
 
@@ -36,9 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_xpu.connector.worker_half import WorkerHalf
-    from lmcache_xpu.model.kv_cache_groups import CacheGroup
-
-__all__ = ["SchedulerHalf"]
 
 LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
@@ -54,7 +43,6 @@ class SchedulerHalf:
         client: Cache,
         groups: Sequence[CacheGroup],
     ) -> None:
-        sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self.events = KVEvents.of_engine(config, client.local, kv_cache_config)
         self.policy = LoadPolicy(TUNING)
         # Its blocks are freed with their request alone: they tell which requests a load was for.
@@ -62,39 +50,26 @@ class SchedulerHalf:
         self.promises = Promises(None if self._whole is None else self._whole.block_tokens)
         self._config = config
         self._client = client
-        self._sizes = sizes
+        self._sizes = BlockSizes.of(config, block_tokens(kv_cache_config), client.chunk_tokens)
         self._lookups = client.lookups(self.policy)
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         # A server does not say where the attention of prompts parts: it keeps all windows.
         kept = groups if client.local else [group for group in groups if group.recurrent]
-        self._ends = HitEnds.of(kept, sizes.chunk_tokens)
+        self._ends = HitEnds.of(kept, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._given_up: set[str] = set()  # requests for which nothing is looked up
         # Requests that wait for loads which others may wait for as well, to take the same blocks.
         self._shared: dict[str, TrackedRequest] = {}
         # Of several groups some need the end of a prefix alone.
-        self._shares = len(groups) == 1 and getattr(
-            config.cache_config, "enable_prefix_caching", False
-        )
+        self._shares = len(groups) == 1 and config.cache_config.enable_prefix_caching
         self._stores_answers = bool(options.get(ANSWERS, False))
         self._stores = config.kv_transfer_config.is_kv_producer
         # Engines that share requests may compute in step: one that waits holds the others up.
         self._has_other_engines = config.parallel_config.data_parallel_size > 1
-        # vLLM zeroes new blocks of attention beside states, and copies a state before the first
-        # layer: both come behind a load that begins as the step is described.
         self._states = sum(group.recurrent for group in groups)
-        begins_ahead = client.local is not None and all(
-            group.recurrent or group.window is None for group in groups
-        )
-        # Of several ranks the others would store what came of a load that failed on one.
-        may_load_in_steps = (
-            config.parallel_config.world_size == 1
-            and len(kv_cache_config.kv_cache_groups) == len(groups)
-            and self._whole is not None
-            and (begins_ahead if self._states else not kv_cache_config.needs_kv_cache_zeroing)
-        )
-        self._chosen_loads: Any = options.get(LOADS, "auto") if may_load_in_steps else "async"
+        is_inside = may_load_in_steps(config, kv_cache_config, groups, is_local=bool(client.local))
+        self._chosen_loads: Any = options.get(LOADS, "auto") if is_inside else "async"
 
     def bind(self, pool: BlockPool) -> None:
         """Take vLLM's pool of blocks."""
@@ -119,12 +94,10 @@ class SchedulerHalf:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
-        """Look a request up that may be scheduled next.
+        """Return the tokens that can be loaded beyond the `kept` ones of vLLM's own prefix cache.
 
-        Returns:
-            The number of tokens that can be loaded beyond the `kept` ones of vLLM's own prefix
-            cache, and whether the request waits for them. None if vLLM is to ask again: the server
-            still looks, or another request loads what it lacks first.
+        And whether the request waits for them. None if vLLM is to ask again: the server still
+        looks, or another request loads what it lacks first.
         """
         name = request.request_id
         self._shared.pop(name, None)  # nothing of its load has arrived, if there was one
@@ -135,7 +108,7 @@ class SchedulerHalf:
             # Nothing of its load has arrived, and vLLM begins it again.
             self._given_up.add(name)
             self._lookups.forget(name)
-            tracked = self._requests[name] = self._new(request, kept)
+            tracked = self._tracked(request, kept, anew=True)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
             if self._ends is not None:
@@ -187,21 +160,20 @@ class SchedulerHalf:
         self.promises.allocated(name, whole, tokens)
         if name in self.promises.broken:
             return
+        self._shared.pop(name, None)
         tracked = self._requests[name]
         tracked.allocated(ids)
         if tracked.has_blocks:
-            self._shared.pop(name, None)
             return
         tracked.has_blocks = True
         load = tracked.load() if tokens > 0 else None
         self._lookups.forget(name)
         end = tracked.hit if load is None else tracked.kept
         self._lookups.release(tracked.range(0, end), tracked.hit)
-        if load is None:
-            return
-        self._loads[name] = load
-        if self._shares and not tracked.in_step:
-            self._shared[name] = tracked
+        if load is not None:
+            self._loads[name] = load
+            if self._shares and not tracked.in_step:
+                self._shared[name] = tracked
 
     def finished(self, request: Request) -> None:
         """Forget a request. Its blocks may be freed at once; see `Transfers.let_write`."""
@@ -216,19 +188,16 @@ class SchedulerHalf:
         self.promises.finished(name)
         self._lookups.end(name)
 
-    def _tracked(self, request: Request, kept: int) -> TrackedRequest:
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or (tracked.has_blocks and request.status == RequestStatus.PREEMPTED):
-            tracked = self._requests[request.request_id] = self._new(request, kept)
-        return tracked
-
-    def _new(self, request: Request, kept: int) -> TrackedRequest:
-        salt, may_store = self._keys.admit(request, kept)
-        local = self._client.local
-        keys = None if local is None else local.prompt_keys(salt)
-        tracked = TrackedRequest(request, salt, self._sizes, keys)
-        if not (self._stores and may_store):
-            tracked.most_stored = 0
+    def _tracked(self, request: Request, kept: int, *, anew: bool = False) -> TrackedRequest:
+        name, local = request.request_id, self._client.local
+        tracked = self._requests.get(name)
+        is_preempted = request.status == RequestStatus.PREEMPTED
+        if anew or tracked is None or (tracked.has_blocks and is_preempted):
+            salt, may_store = self._keys.admit(request, kept)
+            keys = None if local is None else local.prompt_keys(salt)
+            tracked = self._requests[name] = TrackedRequest(request, salt, self._sizes, keys)
+            if not (self._stores and may_store):
+                tracked.most_stored = 0
         return tracked
 
     # Steps
@@ -236,8 +205,7 @@ class SchedulerHalf:
     def describe(self, output: SchedulerOutput) -> Step:
         """Return what the workers must know of a step."""
         self._lookups.end_step()
-        if self.promises.broken:
-            self._forget_broken()
+        self._forget_broken()
         self._store_no_more(self._keys.outdated())  # an adapter's files have changed
         inside: dict[str, TokenRange] = {}
         waiting: dict[str, TokenRange] = {}

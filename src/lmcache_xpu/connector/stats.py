@@ -1,8 +1,7 @@
 """The package's counters by way of vLLM: in its periodic log line, and on its /metrics.
 
-Each step a worker hands vLLM what it counted since the last one (see `metrics`). vLLM adds up its
-workers and passes the sums to the API server, which logs those of an interval as `KV Transfer
-metrics: ...`.
+Each step a worker hands vLLM what it counted. vLLM adds up its workers, and its API server logs the
+sums of an interval as `KV Transfer metrics: ...`.
 
 The numbers on /metrics are the ones of `metrics`, under their own names, once: where processes
 share a directory (PROMETHEUS_MULTIPROC_DIR, as `serve` and several API servers have it) they are
@@ -27,8 +26,6 @@ from lmcache_xpu import metrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-__all__ = ["ConnectorStats", "PromMetrics", "StatsHooks", "take"]
 
 MIB, GIB = 2**20, 2**30
 COUNTS, LEVELS = "counts", "levels"

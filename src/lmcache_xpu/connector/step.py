@@ -18,40 +18,29 @@ from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["Step", "WorkerReport", "awaiting_layers", "may_run_as_one_graph", "written_blocks"]
+    from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
 FULL = "FULL"  # vLLM's CUDAGraphMode
 
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
-    """What the workers must know of a step.
+    """What the workers must know of a step."""
 
-    Args:
-        written: block IDs that the step may write, or loads that begin with it.
-        tokens: number of tokens to compute.
-        stores: ranges that the step computes, to be stored behind it.
-        loads: ranges that are loaded inside the step.
-        waiting: ranges that requests in no step wait for.
-        sources: by request that stores, its block IDs up to the last that is stored; empty where
-            loads are never inside a step.
-        computed_hits: number of requests in it that are computed, though they could be loaded.
-        number: by which workers report that it has ended; None if nobody asks.
-        unserved: promised loads that are not described; they count as failed.
-        epoch: number of the epoch in which it was described; see `keys`.
-    """
-
-    written: frozenset[int]
-    tokens: int
-    stores: Sequence[TokenRange] = ()
-    loads: Sequence[TokenRange] = ()
-    waiting: Sequence[TokenRange] = ()
+    written: frozenset[int]  # block IDs that it may write, or loads that begin with it
+    tokens: int  # number of tokens to compute
+    stores: Sequence[TokenRange] = ()  # that it computes, to be stored behind it
+    loads: Sequence[TokenRange] = ()  # inside the step
+    waiting: Sequence[TokenRange] = ()  # that requests in no step wait for
+    # By request that stores, its block IDs up to the last that is stored; empty where loads are
+    # never inside a step.
     sources: Mapping[str, Collection[int]] = field(default_factory=dict)
-    computed_hits: int = 0
-    number: int | None = None
-    unserved: Unserved = NOTHING_UNSERVED
-    epoch: int = 0
+    computed_hits: int = 0  # requests in it that are computed, though they could be loaded
+    number: int | None = None  # by which workers report that it has ended; None if nobody asks
+    unserved: Unserved = NOTHING_UNSERVED  # promised, not described: they count as failed
+    epoch: int = 0  # in which it was described; see `keys`
 
     def __post_init__(self) -> None:
         self.written = self.written.union(self.unserved.blocks, *self.unserved.waiting.values())
@@ -59,21 +48,13 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
 
 @dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped base
-    """What a worker reports to the scheduler.
+    """What a worker reports to the scheduler."""
 
-    Args:
-        requests: IDs of those that waited for a load which failed.
-        damaged: IDs of those of which the server has something that is not what it should be.
-        speed: of the last loads, in tokens per second; None where none has ended.
-        step: number of the step that has ended; None if nobody asks.
-        outdated: number of the epoch in which the weights changed; -1 for none.
-    """
-
-    requests: Set[str] = frozenset()
-    damaged: Set[str] = frozenset()
-    speed: float | None = None
-    step: int | None = None
-    outdated: int = -1
+    requests: Set[str] = frozenset()  # that waited for a load which failed
+    damaged: Set[str] = frozenset()  # of which the server has something that it should not have
+    speed: float | None = None  # tokens per second of the last loads; None where none has ended
+    step: int | None = None  # number of the step that has ended; None if nobody asks
+    outdated: int = -1  # number of the epoch in which the weights changed; -1 for none
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """What several workers reported, as one; with several, no speed is asked for."""
@@ -92,13 +73,9 @@ def written_blocks(
 ) -> frozenset[int]:
     """Return the IDs of blocks that a step may write: those that requests did not have before.
 
-    vLLM numbers the blocks of all groups together. A block that a request has already is full, or
+    And those of `loads` that begin with it. vLLM numbers the blocks of all groups together, of so
+    many tokens each; a group without tokens has 0. A block that a request has already is full, or
     is written where nothing was stored.
-
-    Args:
-        step: vLLM's.
-        block_tokens: by KV cache group, tokens of a block; 0 for a group without tokens.
-        loads: that begin with it, and write their blocks.
     """
     cached = step.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
@@ -117,6 +94,22 @@ def written_blocks(
     return frozenset(written)
 
 
+def may_load_in_steps(
+    config: VllmConfig, cache: KVCacheConfig, groups: Sequence[CacheGroup], *, is_local: bool
+) -> bool:
+    """Return whether an engine's loads can be inside steps; `groups` of its cache are stored."""
+    if config.parallel_config.world_size > 1:
+        return False  # the other ranks would store what came of a load that failed on one
+    windows = [group.window is not None for group in groups if not group.recurrent]
+    if len(cache.kv_cache_groups) != len(groups) or all(windows):
+        return False
+    if len(windows) == len(groups):
+        return not cache.needs_kv_cache_zeroing
+    # vLLM zeroes new blocks of attention beside states, and copies a state before the first layer:
+    # both come behind a load that begins as the step is described.
+    return is_local and not any(windows)
+
+
 def awaiting_layers(config: VllmConfig) -> list[str]:
     """Return the names of the layers in which vLLM calls connectors, in the order of the engine.
 
@@ -132,10 +125,8 @@ def awaiting_layers(config: VllmConfig) -> list[str]:
 def may_run_as_one_graph(config: VllmConfig, context: Any, arguments: dict[str, Any]) -> bool:
     """Return whether a step may run as one graph, which does not stop at the layers.
 
-    Args:
-        config: of the engine.
-        context: vLLM's forward context; of the step, or an empty one.
-        arguments: what vLLM passes to `start_load_kv` beside the context.
+    By vLLM's forward context, of the step or an empty one, and by what vLLM passes to
+    `start_load_kv` beside it.
     """
     if context.attn_metadata is not None and "attn_metadata" not in arguments:
         return bool(context.cudagraph_runtime_mode.name == FULL)  # decided already

@@ -24,36 +24,26 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.cache.local_cache import PromptKeys
 
-__all__ = ["BlockSizes", "TrackedRequest"]
-
 MOST_STORED = "lmcache.max_offload_tokens"  # LMCache's option of a request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """How vLLM cuts a prompt into blocks, and the server into chunks.
-
-    Args:
-        chunk_tokens: tokens of a chunk.
-        block_tokens: by KV cache group of vLLM, tokens of a block; 0 for one without tokens.
-        hashed_tokens: tokens of a block that vLLM hashes.
-        moved_blocks: at the end of a request, blocks that vLLM may move: it names one again, and
-            its old place holds nothing. vLLM moves those of drafted tokens in groups with states.
-        keeps_last: the last token of a prompt is never part of a hit: states have to come before.
-    """
+    """How vLLM cuts a prompt into blocks, and the server into chunks."""
 
     chunk_tokens: int
-    block_tokens: Sequence[int]
-    hashed_tokens: int = 0
+    block_tokens: Sequence[int]  # by KV cache group of vLLM; 0 for one without tokens
+    hashed_tokens: int = 0  # of a block that vLLM hashes
+    # At the end of a request, blocks that vLLM may move: it names one again, and its old place
+    # holds nothing. vLLM moves those of drafted tokens in groups with states.
     moved_blocks: int = 0
-    keeps_last: bool = False
+    keeps_last: bool = False  # the last token is never part of a hit: states have to come before
 
     @classmethod
     def of(cls, config: VllmConfig, block_tokens: Sequence[int], chunk_tokens: int) -> BlockSizes:
         """Return those of an engine."""
         mode = getattr(config.cache_config, "mamba_cache_mode", "none")
-        drafter = config.speculative_config
-        drafted = 0 if drafter is None else drafter.num_speculative_tokens or 0
+        drafted = config.num_speculative_tokens or 0
         return cls(
             chunk_tokens,
             block_tokens,
@@ -71,22 +61,8 @@ class BlockSizes:
 class TrackedRequest:
     """A request, from its first look-up to its end or its preemption.
 
-    Args:
-        request: vLLM's; an attribute too.
-        salt: what sets its KV apart beside its tokens.
-        sizes: of blocks and chunks; an attribute too.
-        keys: filled here with keys of its chunks in a cache of this process, by vLLM's hashes of
-            blocks; None for a server, which gets its tokens.
-
-    Attributes:
-        has_blocks: vLLM has given it blocks; until then it is looked up.
-        in_step: its load is inside its step.
-        blocks: by KV cache group of vLLM, IDs of its blocks.
-        kept: tokens in vLLM's own prefix cache, whole blocks of each group.
-        hit: tokens in the server, from the first one on.
-        stored: tokens that are in the server, or are about to be stored.
-        described: tokens whose blocks KV events know; see `kv_events`.
-        most_stored: no token behind so many is stored; None: all.
+    Keys of its chunks in a cache of this process are filled here, by vLLM's hashes of blocks. A
+    server gets its tokens.
     """
 
     def __init__(
@@ -95,12 +71,17 @@ class TrackedRequest:
         self.request_id: str = request.request_id
         self.request = request
         self.sizes = sizes
-        self.has_blocks = self.in_step = False
-        self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]
-        self.kept = self.hit = self.stored = self.described = 0
+        self.has_blocks = False  # until vLLM gives it some, it is looked up
+        self.in_step = False  # its load is inside its step
+        self.blocks: list[list[int]] = [[] for _ in sizes.block_tokens]  # IDs, by KV cache group
+        self.kept = 0  # tokens in vLLM's own prefix cache, whole blocks of each group
+        self.hit = 0  # tokens in the server, from the first one on
+        self.stored = 0  # tokens that are in the server, or are about to be stored
+        self.described = 0  # tokens whose blocks KV events know; see `kv_events`
         self._salt = salt
         self._options = extract_request_configs_from_request(request)
         limit = (self._options or {}).get(MOST_STORED)  # as the client sent it
+        # No token behind so many is stored; None: all.
         self.most_stored = max(0, limit) if isinstance(limit, int) else None
         self._keys = keys
         # Instead of its prompt's own.
@@ -160,9 +141,8 @@ class TrackedRequest:
     def store(self, computed: int, *, answers: bool) -> TokenRange | None:
         """Return the chunks that a step completes, and count them as stored; None if none.
 
-        Args:
-            computed: tokens whose KV is there behind the step.
-            answers: chunks with tokens of the answer are stored as well.
+        Behind the step the KV of so many tokens is `computed`. With `answers`, chunks with tokens
+        of the answer are stored as well.
         """
         size = self.sizes.chunk_tokens
         allocated = min(

@@ -1,11 +1,7 @@
-"""The worker's half of the connector to LMCache's server: its transfers, step by step.
+"""The worker's half of the connector: its transfers, step by step.
 
-begin_ahead   a scheduler in this process has decided on a step
-begin_step    before vLLM may write new blocks: what the step loads is asked for
-load          vLLM has prepared the step: its loads begin
-in_steps      for each layer, before and after it
-store, take_unfilled    the step is enqueued; in either order
-take_ended, report      what vLLM and the scheduler's half ask for
+A step is `begin_ahead` by a scheduler in this process, `begin_step`, `load`, `in_steps` for each
+layer, and `store` and `take_unfilled` in either order.
 """
 
 from __future__ import annotations
@@ -24,10 +20,8 @@ from lmcache_xpu.connector.step import Step, WorkerReport, awaiting_layers, may_
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfers import Transfers
-from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.transfer.devices import register_host
 
 if TYPE_CHECKING:
     import torch
@@ -37,26 +31,14 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
-__all__ = ["WorkerHalf"]
-
 TIMEOUT, STAGING_MIB = "xpu.server_timeout_s", "xpu.staging_mib"
 DRAIN_S = 10.0
-START_S = 10.0  # for the first answer to a look-up
 # That a worker waits in a step without tokens; as vLLM's own loop, where the engine has a process.
 IDLE_S = 0.001
 
 
 class WorkerHalf:
-    """Called with steps and layers by vLLM's model runner, on the engine's thread.
-
-    Args:
-        config: of the engine.
-        kv_cache_config: of its KV cache.
-        options: of the connector.
-        client: of the server.
-        groups: of the KV cache that are stored.
-        beat_s: seconds between heartbeats.
-    """
+    """Called with steps and layers by vLLM's model runner, on the engine's thread."""
 
     transfers: Transfers  # once the KV cache is registered
     in_steps: StepLoads
@@ -97,7 +79,7 @@ class WorkerHalf:
         staging_bytes = None if staging is None else int(staging) * 2**20
         chunk_tokens = self._client.chunk_tokens
         copies = [
-            GroupCopies(group, kv_caches, self._blocks, chunk_tokens, staging_bytes, self._pin)
+            GroupCopies(group, kv_caches, self._blocks, chunk_tokens, staging_bytes)
             for group in self._groups
         ]
         timeout_s = float(self._options.get(TIMEOUT, 1.0))
@@ -106,20 +88,9 @@ class WorkerHalf:
         self.transfers = Transfers(self._client, copies, timeout_s, layers, draft_layers)
         self.in_steps = self.transfers.in_steps
         self.transfers.register()
-        if not self._client.answers_lookups(START_S):
-            raise SettingsError(
-                f"an LMCache server that answered no look-up within {START_S:.0f} s",
-                "one of the engine's LMCache",
-                "A server of another version can't read them: install one version on both sides.",
-            )
         self._client.start_heartbeat(
             self._beat_s, self.transfers.register_again, self.transfers.give_back_gone
         )
-
-    def _pin(self, address: int, size: int, device: torch.device) -> bool:
-        """Pin memory of others than the server, whose memory was pinned when it was mapped."""
-        lent = self.transfers.pinned(address) if hasattr(self, "transfers") else None
-        return register_host(address, size, device) if lent is None else lent
 
     def change_weights(self) -> None:
         """The weights are about to change: nothing is loaded or stored until another epoch."""
@@ -134,18 +105,16 @@ class WorkerHalf:
             time.sleep(IDLE_S)
         return True
 
-    # Before a step, by a scheduler in this process
+    # A step
 
     def begin_ahead(self, step: Step) -> None:
-        """Begin a step that vLLM has just decided on; `begin_step` has to follow."""
+        """Begin a step that vLLM has just decided on, by a scheduler in this process."""
         self._ask_for(step)
         self.in_steps.begin_answered(step.tokens, scheduling=True)
         self._ahead = step
 
-    # A step
-
     def begin_step(self, step: Step) -> None:
-        """Begin a step: loads inside it begin where the server has answered already."""
+        """Begin a step, before vLLM may write new blocks; loads begin that the server answered."""
         loaded("computed", step.computed_hits)
         is_asked_for, self._ahead = self._ahead is step, None
         self._epoch = max(self._epoch, step.epoch)

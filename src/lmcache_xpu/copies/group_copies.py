@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,9 +26,6 @@ from lmcache_xpu.transfer.paged_view import EngineLayer, PagedView, pages_of
 from lmcache_xpu.transfer.plan import HostFormat, HostMemory, Plan
 from lmcache_xpu.transfer.slots import RequestRows
 from lmcache_xpu.transfer.staging import Stager
-
-__all__ = ["GroupCopies"]
-
 
 # What an fp8 tier can hold in fewer bytes.
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,16 +43,7 @@ class _Part:
 
 
 class GroupCopies:
-    """Stores and loads chunks of one group.
-
-    Args:
-        kv_caches: the engine's, by the names of layers.
-        blocks: of the engine.
-        staging_bytes: device memory that copies go through; see `Stager`.
-        register: pins memory that is not, by address and size.
-
-    Attributes:
-        window_chunks: chunks at the end of a hit that the group needs; 0 for all of them.
+    """Stores and loads chunks of one group of the engine's KV caches, with so many blocks.
 
     Raises:
         LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
@@ -67,8 +55,7 @@ class GroupCopies:
         kv_caches: Mapping[str, EngineLayer],
         blocks: int,
         chunk_tokens: int,
-        staging_bytes: int | None,
-        register: Callable[[int, int, torch.device], bool],
+        staging_bytes: int | None = None,
     ) -> None:
         size = group.block_tokens
         # vLLM keeps a state where a step ends: at any block, which has to be a chunk's end.
@@ -80,7 +67,7 @@ class GroupCopies:
                 f"Set chunk_tokens to {size}, also of a server at server_url.",
             )
         self.group = group
-        self.window_chunks = group.window_chunks(chunk_tokens)
+        self.window_chunks = group.window_chunks(chunk_tokens)  # of a hit's end; 0 for all
         self._chunk_blocks = chunk_tokens // group.block_tokens
         self._chunk_tokens = chunk_tokens
         pages = [
@@ -95,7 +82,7 @@ class GroupCopies:
             names, of_part = zip(*alike, strict=True)
             view = PagedView.of_pages(of_part, group.block_tokens)
             with torch.inference_mode(False):  # what is kept may be written from either mode
-                stager = Stager(view, staging_bytes, register=register)
+                stager = Stager(view, staging_bytes)
             nbytes = view.layers * self._chunk_blocks * size[1]
             form = HostFormat(view.layers, view.planes, "layers")
             self.parts.append(_Part(names, stager, form, start, nbytes))
@@ -187,11 +174,6 @@ class GroupCopies:
             for group in plan.groups:
                 first = min(of_part[group.layers.start : group.layers.stop])
                 yield LayerCopy(first, stager, group, memory)
-
-    def forget(self, pool: torch.Tensor) -> None:
-        """Forget memory of the server that is about to go."""
-        for part in self.parts:
-            part.stager.forget(pool)
 
     def _plans(
         self,

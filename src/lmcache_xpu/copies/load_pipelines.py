@@ -18,45 +18,32 @@ from lmcache_xpu.transfer.plan import HostMemory, LayerGroup
 from lmcache_xpu.transfer.staging import Stager
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["LayerCopy", "LoadPipeline", "group_starts"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 
 class LayerCopy(NamedTuple):
-    """A layer group of a load, whose layers are alike and have the same blocks.
+    """A layer group of a load, whose layers are alike and have the same blocks."""
 
-    Args:
-        layer: the first of its layers, in the engine's order.
-    """
-
-    layer: int
+    layer: int  # the first of its layers, in the engine's order
     stager: Stager
     group: LayerGroup
     memory: HostMemory
 
 
 class LoadPipeline:
-    """A load by layer groups, in the order of the engine's layers.
+    """A load by layer groups of all KV cache groups, in the order of the engine's layers.
 
     An error is counted and logged, and ends the load, not the engine's step.
-
-    Args:
-        groups: the layer groups, of all KV cache groups, in any order.
-
-    Attributes:
-        starts: first layer of each group.
-        done: events by group, of those that were enqueued.
-        failed_behind: of a load that failed, what is done when all that it enqueued is.
-        stagers: of the groups.
     """
 
     def __init__(self, groups: Iterable[LayerCopy], flow: Flow) -> None:
         self._groups = sorted(groups, key=lambda copy: copy.layer)
-        self.starts = [copy.layer for copy in self._groups]
+        self.starts = [copy.layer for copy in self._groups]  # first layer of each
         self.stagers = list(dict.fromkeys(copy.stager for copy in self._groups))
-        self.done: list[Event] = []
+        self.done: list[Event] = []  # by group, of those that were enqueued
+        # Of a load that failed, what is done when all that it enqueued is.
         self.failed_behind: tuple[Event, ...] | None = None
+        self.states: list[Event] = []  # of states, which are there before the first layer
         self._flow = flow
         self._arrived = 0  # groups
         self._waited = 0  # groups
@@ -65,8 +52,8 @@ class LoadPipeline:
     @property
     def is_done(self) -> bool:
         """Whether nothing that was enqueued is on its way any more."""
-        last = self.failed_behind
-        return all(event.reached() for event in (self._last(0) if last is None else last))
+        last = self._last(0) if self.failed_behind is None else self.failed_behind
+        return all(event.reached() for event in (*self.states, *last))
 
     def _last(self, first: int, end: int | None = None) -> Iterable[Event]:
         """Return the last events of some enqueued groups, one for each stager: it keeps order."""
@@ -119,15 +106,15 @@ class LoadPipeline:
                 done.wait()
             self._waited = groups
 
-    def after_layer(self, layer: int) -> int:
-        """Enqueue one more group behind a layer, and return its bytes; 0 if none has its turn.
+    def after_layer(self, layer: int) -> None:
+        """Enqueue one more group behind a layer, unless none has its turn.
 
         Not before the layer's own work: drivers take about a thousand copies, and then the caller
-        waits. And one group at most: behind the first layer the device has no other work yet.
+        waits. And only one: behind the first layer the device has no other work yet.
         """
         ahead = max(TUNING.groups_ahead, self._head_start)
         last = bisect.bisect_right(self.starts, layer) + ahead
-        return self.enqueue(min(last, len(self.done) + 1))
+        self.enqueue(min(last, len(self.done) + 1))
 
     def before_all(self) -> None:
         """Enqueue what is left, and let the current stream wait for all that was enqueued."""
@@ -157,11 +144,8 @@ def group_starts(
     begins before its step (`early`), the first are larger. With little to compute each group is
     three quarters of what is left, so that most layers come in few large copies.
 
-    Args:
-        layers: of the engine.
-        layer_bytes: of the load, in each.
-        loaded: tokens of the load.
-        computed: tokens that its step computes.
+    The load is of so many `loaded` tokens, with `layer_bytes` in each layer; its step computes
+    others.
     """
     single, large = (0, TUNING.early_groups) if early else (TUNING.single_layers, 0)
     starts = [0]

@@ -1,8 +1,5 @@
 """A store and a load of some chunks, from the first question to the server's last answer.
 
-    store   ask where (`reserve`), break seals, copy, seal, publish (`commit`)
-    load    ask where (`locate`), compare seals, copy, compare them again, unlock (`release`)
-
 Both run in threads beside the engine, see `transfer_queue`. A load inside a step takes the parts of
 a load one by one, see `step_loads`.
 """
@@ -29,7 +26,8 @@ from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow
 from lmcache_xpu.transfer.devices import Event, SideStream, StoreHandle
 
-__all__ = ["Located", "Moves"]
+# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
+SENT_S = 0.0003
 
 
 class Located(NamedTuple):
@@ -68,8 +66,9 @@ class Moves:
         self._places = self._client.places(sizes, self._windows, self._server.timeout_s)
 
     def end_with_server(self) -> None:
-        """Say to the server that this worker ends; waits for nothing."""
-        self._places.leave()
+        """Say to the server that this worker ends, if it knows it; waits for nothing."""
+        if hasattr(self, "_places"):
+            self._places.leave()
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:
@@ -109,7 +108,7 @@ class Moves:
             for handle in handles:
                 handle.done.synchronize()
             check_lease(begun)
-            if (seals := self.seals(key)) is not None:
+            if (seals := self._seals(key)) is not None:
                 digests = _of_objects(seals, slots)
                 for obj, digest in zip(itertools.chain(*objects), digests, strict=True):
                     seal(obj, digest)
@@ -126,7 +125,7 @@ class Moves:
         Errors as for `store`; the blocks then hold anything.
         """
         asked = self.ask(tokens)
-        located = self.locate(asked, self.seals(asked.key))
+        located = self.locate(asked)
         begun, loads = time.monotonic(), list[Event]()
         with self.ending(asked):
             with self._copying(transfer, event):
@@ -153,21 +152,21 @@ class Moves:
             GivenUpError: the server is lost.
         """
         key = self._client.key(tokens, worker=True)
-        begun, memory, places = time.monotonic(), self._server.lent, self._places
-        number = next(self._numbers)
-        return Question(number, key, memory, begun, places.locate(number, key), places)
+        begun, memory, number = time.monotonic(), self._server.lent, next(self._numbers)
+        asked = Question(number, key, memory, begun, self._places.locate(number, key))
+        asked.answer.wait(SENT_S)
+        with self.ending(asked):
+            # They take milliseconds, in which the server looks the chunks up.
+            return asked._replace(seals=self._seals(key))
 
-    def seals(self, key: Any) -> Seals | None:
-        """Return the seals of a key's chunks; None where nobody else writes to the memory.
-
-        They take milliseconds, best while the server looks the chunks up.
-        """
+    def _seals(self, key: Any) -> Seals | None:
+        """Return the seals of a key's chunks; None where nobody else writes to the memory."""
         if not self._places.is_sealed:
             return None
         size = self._client.chunk_tokens
         return [seals_of(key, size, copies.layout) for copies in self._groups]
 
-    def locate(self, asked: Question, seals: Seals | None, at_most_s: float = math.inf) -> Located:
+    def locate(self, asked: Question, at_most_s: float = math.inf) -> Located:
         """Wait for an answer, as `Server.answer`, and compare the seals of what it names.
 
         Raises:
@@ -187,6 +186,7 @@ class Moves:
             for number, expected in enumerate(needed_chunks(count, self._windows)):
                 if (chunks := slots.chunks(number)) != list(expected):
                     raise TransferError(f"chunks {chunks} of group {number}", f"chunks {expected}")
+            seals = asked.seals
             digests = None if seals is None else b"".join(_of_objects(seals, slots))
             located = Located(asked, slots, self._objects(asked.memory, slots), digests)
             located.check()
@@ -203,7 +203,7 @@ class Moves:
 
     def end_load(self, asked: Question) -> None:
         """Say to the server that nothing of an answer is read any more; waits for no answer."""
-        asked.places.release(asked.number, asked.key)
+        self._places.release(asked.number, asked.key)
 
     @contextmanager
     def ending(self, asked: Question) -> Iterator[None]:

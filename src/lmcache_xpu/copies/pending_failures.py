@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from lmcache_xpu.cache.server import GivenUpError
 
-__all__ = ["Outcome", "Outcomes", "PendingFailures"]
-
 WAIT_S = 30.0  # for a device that copies; then it counts as a load that failed
 
 

@@ -1,19 +1,10 @@
 """Loads inside the step of their requests, which run beside the step's layers.
 
-    begin_step, ask vLLM has decided on a step: ask where the chunks are that it loads
-    begin_answered  then, and again when the worker is called for the step: of loads whose chunks
-                    are known, compare seals, and enqueue the first layers
-    begin           vLLM has prepared the step: wait for the other answers, and do the same
-    before_layer, after_layer, for each layer
-    end             the step is enqueued
-    take, outcomes  in any order: what was left unfilled, for vLLM; what stores wait for
+Methods stand in the order of their calls. A scheduler in the worker's process makes the first, and
+the worker calls `begin_answered` once more: vLLM's newer runner prepares a step before it.
 
-A scheduler in the worker's process makes the first calls before the worker is called for the step:
-vLLM's newer runner prepares the step first, and the link would be idle meanwhile.
-
-States are no part of the layers' order: vLLM copies each into the block of its step before the
-first layer. The engine's stream waits for them at once, where `begin_answered` is ahead of the
-worker.
+vLLM copies a state into the block of its step before the first layer. So the engine's stream waits
+for states at once, and they are loaded only where a scheduler begins ahead of the worker.
 
 When the device has copied all, a thread compares the seals again. Until then nothing is stored that
 came of a load, and what `take` returned waits when it is looked at.
@@ -25,13 +16,15 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
+
 from lmcache_xpu.cache.protocol import TokenRange
-from lmcache_xpu.cache.seals import Seals
+from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cache.server import Question
 from lmcache_xpu.copies.group_copies import GroupCopies
 from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
@@ -43,14 +36,10 @@ from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
-__all__ = ["StepLoads"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 ANSWER_S = 0.5  # that the engine waits for the server, at most
 SOON_S = 0.002  # that it waits before vLLM prepares the step, at most
-# LMCache's thread sends a question. Python lets it run when this one waits, or else after 5 ms.
-SENT_S = 0.0003
 POLL_S = 5e-4
 
 
@@ -60,27 +49,22 @@ class _Load:
     chunks: list[list[list[int]]]  # by KV cache group
     outcome: Outcome
     asked: Question
-    seals: Seals | None  # that its chunks should have
     located: Located = field(init=False)  # as the next, once its first layers are enqueued
     pipeline: LoadPipeline = field(init=False)
-    states: list[Event] = field(default_factory=list)  # what the engine's stream waits for
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing that was enqueued is on its way any more."""
-        return self.pipeline.is_done and all(event.reached() for event in self.states)
+    def moved(self, group: int) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """Return a KV cache group's chunks, by their blocks, and their objects."""
+        chunks = [self.chunks[group][chunk] for chunk in self.located.slots.chunks(group)]
+        return chunks, self.located.objects[group]
 
 
 class StepLoads:
     """The loads of the steps of a worker. Called by the engine's thread.
 
     Args:
-        groups: of the KV cache, with all layers that are loaded.
         layers: names of the layers that `before_layer` is called for, in the order of the engine.
             Where others are loaded, a step waits for all of its loads first.
         draft_layers: so many layers at the end are a drafter's.
-        flow: counts failures.
-        failed: is called with a request whose load failed, and why.
     """
 
     def __init__(
@@ -93,22 +77,19 @@ class StepLoads:
         failed: Callable[[str, Exception], None],
     ) -> None:
         self.outcomes = Outcomes()
-        self._moves = moves
-        self._groups = groups
-        self._flow = flow
-        self._failed = failed
+        self._moves, self._groups = moves, groups
+        self._flow, self._failed = flow, failed
         # A layer of several pages counts as so many, each as large as another's only one.
         in_layers = [copies for copies in groups if not copies.group.recurrent]
         pages = Counter(name for each in in_layers for part in each.parts for name in part.names)
         named = [name for name in layers if name in pages]
         stored = list(dict.fromkeys([*named, *pages]))
         self._waits_for_all = len(named) < len(stored)
-        self._last_pages, places, last = dict[str, int](), dict[str, Iterator[int]](), -1
-        for name in stored:
-            places[name] = iter(range(last + 1, last + 1 + pages[name]))
-            self._last_pages[name] = last = last + pages[name]
-        self._pages = last + 1
+        order = [name for name in stored for _ in range(pages[name])]
+        self._pages = len(order)
+        self._last_pages = {name: page for page, name in enumerate(order)}
         self._model_pages = sum(pages[name] for name in stored[: len(stored) - draft_layers])
+        places = {name: itertools.count(order.index(name)) for name in stored}
         # By number of the group; of its parts, which of the pages each layer is.
         self._places = {
             number: [[next(places[name]) for name in part.names] for part in copies.parts]
@@ -121,8 +102,6 @@ class StepLoads:
         self._asked: list[_Load] = []  # of this step
         self._loads: list[_Load] = []  # of them, those that have begun
         self._thread = ThreadPoolExecutor(1, "lmcache-xpu-finish")
-
-    # Before the step's layers
 
     def begin_step(self, written: Collection[int]) -> None:
         """Begin a step, since whose last one requests have got the blocks `written`."""
@@ -142,20 +121,15 @@ class StepLoads:
         loaded("step")
         try:
             asked = self._moves.ask(load)
-            asked.answer.wait(SENT_S)
-            with self._moves.ending(asked):
-                # Before there is an answer, which the server looks up meanwhile.
-                seals = self._moves.seals(asked.key)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, outcome, error)
         else:
-            self._asked.append(_Load(load.request_id, chunks, outcome, asked, seals))
+            self._asked.append(_Load(load.request_id, chunks, outcome, asked))
 
     def begin_answered(self, tokens: int, *, scheduling: bool = False) -> None:
         """Enqueue the first layers of what the server has answered; waits `SOON_S` at most.
 
-        The step computes so many tokens. If it is `scheduling`, vLLM has just decided on the step,
-        and will call the worker for it.
+        With `scheduling`, vLLM has just decided on the step, and will call the worker for it.
         """
         if not (self._asked or self._loads):
             return
@@ -193,16 +167,16 @@ class StepLoads:
 
     def _enqueue(self, load: _Load, at_most_s: float) -> None:
         try:
-            load.located = self._moves.locate(load.asked, load.seals, at_most_s)
+            load.located = self._moves.locate(load.asked, at_most_s)
             with self._moves.ending(load.asked):
-                load.pipeline = self._pipeline(load, load.located)
-                load.states = self._load_states(load, load.located)
+                load.pipeline = self._pipeline(load)
+                load.pipeline.states = self._load_states(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-            return
-        self._begin(load)
+        else:
+            self._begin(load)
 
-    def _load_states(self, load: _Load, located: Located) -> list[Event]:
+    def _load_states(self, load: _Load) -> list[Event]:
         """Load states, for which the engine's stream waits at once."""
         states = [n for n in range(len(self._groups)) if n not in self._places]
         if states and not self._is_ahead:
@@ -211,30 +185,26 @@ class StepLoads:
         with self._moves.enqueueing(), ExitStack() as stack:
             for number in states:
                 stack.enter_context(self._groups[number].copying())
-                chunks = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
-                done += self._groups[number].load(chunks, located.objects[number])
+                done += self._groups[number].load(*load.moved(number))
         for event in done:
             event.wait()
         return done
 
-    def _pipeline(self, load: _Load, located: Located) -> LoadPipeline:
-        objects = located.objects
+    def _pipeline(self, load: _Load) -> LoadPipeline:
+        nbytes = sum(
+            len(load.located.objects[number]) * (self._groups[number].object_bytes - SEAL_BYTES)
+            for number in self._places
+        )
         starts = group_starts(
             self._pages,
-            sum(
-                len(objects[number]) * part.nbytes
-                for number in self._places
-                for part in self._groups[number].parts
-            )
-            // self._pages,
+            nbytes // self._pages,
             loaded=load.asked.key.end - load.asked.key.start,
             computed=self._tokens,
             early=self._is_ahead,
         )
         copied = list[LayerCopy]()
         for number, places in self._places.items():
-            needed = [load.chunks[number][chunk] for chunk in located.slots.chunks(number)]
-            copied += self._groups[number].beside_layers(needed, objects[number], places, starts)
+            copied += self._groups[number].beside_layers(*load.moved(number), places, starts)
         return LoadPipeline(copied, self._flow)
 
     def _begin(self, load: _Load) -> None:
@@ -258,8 +228,6 @@ class StepLoads:
             if not nbytes:
                 pipelines.remove(pipeline)
 
-    # The step's layers, and its end
-
     def before_layer(self, name: str) -> None:
         """Let the engine's stream wait for a layer."""
         if self._loads and (page := self._last_pages.get(name)) is not None:
@@ -272,25 +240,19 @@ class StepLoads:
                     pipeline.before_layer(page)
 
     def after_layer(self, name: str) -> None:
-        """Enqueue what comes after a layer that the engine has enqueued.
-
-        No more than keeps the link busy: behind the first layers the device waits for this thread.
-        """
+        """Enqueue one more layer group of each load, behind a layer of the engine."""
         if self._loads and (page := self._last_pages.get(name)) is not None:
             with self._moves.enqueueing():
-                pipelines = sorted(self._pipelines, key=lambda pipeline: len(pipeline.done))
-                bytes_ahead = sum(pipeline.bytes_under_way() for pipeline in pipelines)
-                for pipeline in pipelines:
-                    if bytes_ahead < TUNING.ahead_bytes:
-                        bytes_ahead += pipeline.after_layer(page)
+                for pipeline in self._pipelines:
+                    pipeline.after_layer(page)
 
     def end(self) -> None:
         """End this step's loads: what follows in the engine's stream waits for them."""
         asked, self._asked = self._asked, []
         for load in asked:
             self._moves.end_load(load.asked)
-            never = TransferError("a load that vLLM never began", "a step that loads")
-            self._fail(load.request_id, load.outcome, never)
+            error = TransferError("a load that vLLM never began", "a step that loads")
+            self._fail(load.request_id, load.outcome, error)
         if not self._loads:
             return
         loads, self._loads = self._loads, []
@@ -302,10 +264,7 @@ class StepLoads:
                     "vLLM computed without waiting for the KV cache of a request; "
                     "it is recomputed (docs: troubleshooting#load-not-awaited)"
                 )
-            if load.is_done:
-                self._decide(load, not is_in_time)
-            else:
-                self._thread.submit(self._decide, load, not is_in_time)
+            self._thread.submit(self._decide, load, not is_in_time)
 
     def take(self) -> Collection[int]:
         """Return the blocks that loads left unfilled since the last call; see `Outcomes.take`."""
@@ -321,7 +280,7 @@ class StepLoads:
         """Say whether a load has filled its blocks, once its copies are done; by any thread."""
         try:
             # Not synchronize(): beside it, another thread's launches took several times as long.
-            while not load.is_done:
+            while not load.pipeline.is_done:
                 time.sleep(POLL_S)
             if is_missed:
                 self._moves.end_load(load.asked)

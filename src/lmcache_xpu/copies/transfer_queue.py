@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lmcache_xpu.transfer.devices import Event
 
-__all__ = ["Phase", "Transfer", "TransferQueue"]
-
 
 class Phase(enum.Enum):
     """How far a transfer is."""

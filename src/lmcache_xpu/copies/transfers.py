@@ -23,9 +23,7 @@ from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
-from lmcache_xpu.transfer.devices import Event
-
-__all__ = ["Transfers"]
+from lmcache_xpu.transfer.devices import Event, event_at
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
@@ -38,13 +36,7 @@ _PASSING = ("late", "missing", "overtaken", "server")  # the same load may succe
 class Transfers:
     """The transfers of one worker. Nothing here waits for the server, but `StepLoads.begin`.
 
-    Args:
-        timeout_s: that the server has for an answer.
-        layers: names of the layers that the engine stops at, in its order; see `StepLoads`.
-        draft_layers: so many layers at the end are a drafter's.
-
-    Attributes:
-        in_steps: loads inside steps.
+    The server has `timeout_s` for an answer. For layers, and loads inside steps, see `StepLoads`.
     """
 
     def __init__(
@@ -69,7 +61,6 @@ class Transfers:
         self._damaged: SimpleQueue[str] = SimpleQueue()
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
-        self._registered = False
         flow = client.load_flow
         self.in_steps = StepLoads(self._moves, groups, layers, draft_layers, flow, load_failed)
 
@@ -86,10 +77,6 @@ class Transfers:
         """Whether any transfer is on its way, or waits for its turn."""
         threads = self._stores.transfers() or self._loads.transfers()
         return bool(threads) or self.in_steps.outcomes.pending
-
-    def pinned(self, address: int) -> bool | None:
-        """Whether the server's memory at this address is pinned; None for other memory."""
-        return self._server.pinned(address)
 
     def let_write(self, blocks: Collection[int] | None = None) -> None:
         """Let the engine's thread enqueue writes to these blocks, or any, which stores still read.
@@ -108,7 +95,6 @@ class Transfers:
         Waits for the server; raises as `Server.map`.
         """
         before, local = None, self._client.local
-        self._registered = True
         if local is None:
             # LMCache's server registers the first KV cache group, as one layer of one token of
             # bytes: their order in an object is this package's own. Its module knows all groups.
@@ -153,9 +139,7 @@ class Transfers:
             self._give_back(gone)
 
     def unregister(self) -> None:
-        """Tell the server that this worker ends; waits for it, if it was ever told of it."""
-        if not self._registered:
-            return
+        """Tell the server that this worker ends; waits for it."""
         self._moves.end_with_server()
         if self._client.local is not None:
             return
@@ -170,15 +154,11 @@ class Transfers:
     def _give_back(self, memory: LentMemory) -> None:
         while self.busy:  # with what had begun; the server is not healthy yet
             time.sleep(_POLL_S)
-        for copies in self.groups:
-            copies.forget(memory.pool)
         memory.release()
 
     def event(self) -> Event:
         """Return a point behind what the engine has enqueued so far."""
-        event = Event(self._device)
-        event.record()
-        return event
+        return event_at(self._device)
 
     def store(self, chunks: TokenRange, event: Event, sources: Collection[int]) -> Transfer:
         """Store chunks, behind an event of the engine, and beside what follows.
@@ -203,7 +183,7 @@ class Transfers:
         """Return a transfer of all groups' blocks; vLLM numbers them together."""
         chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
         blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        return Transfer(tokens.request_id, frozenset(blocks))
+        return Transfer(tokens.request_id, frozenset(blocks) - {NULL_BLOCK})
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""
@@ -222,12 +202,12 @@ class Transfers:
 
     def take_unfilled(self) -> set[int]:
         """Return the block IDs of loads that `take_ended` named as failed since the last call."""
-        unfilled, self._unfilled = self._unfilled - {NULL_BLOCK}, set()
+        unfilled, self._unfilled = self._unfilled, set()
         return unfilled
 
     def close(self) -> None:
         """End the threads, and give the server's memory back; waits for copies on their way."""
-        self._server.leave()
+        self._client.healthy.clear()  # nobody waits for an answer any more
         self.in_steps.close()
         self._stores.close()
         self._loads.close()

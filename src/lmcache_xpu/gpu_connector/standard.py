@@ -33,14 +33,10 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         ends: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        """Load chunks into the engine's KV cache.
+        """Load chunks into the engine's KV cache, from a memory object each; else see `plan`.
 
         The copies run behind what the engine has enqueued and before what it enqueues next; host
         memory may be reused as soon as this returns.
-
-        Args:
-            memory_objs: LMCache's memory, one per chunk.
-            starts, ends, kwargs: those of `plan`.
 
         Raises:
             TransferError: arguments that don't fit; nothing was changed.

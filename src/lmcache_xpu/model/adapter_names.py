@@ -14,8 +14,6 @@ from pathlib import Path
 
 from lmcache_xpu.model.model_fingerprint import fingerprint
 
-__all__ = ["adapter_name"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _BEGAN_NS = time.time_ns()  # of this module, which comes with the connector, before any adapter
@@ -24,11 +22,10 @@ _State = tuple[tuple[int, ...], ...]
 
 
 def adapter_name(path: str) -> str | None:
-    """Return an adapter's name.
+    """Return an adapter's name; None where the worker may have other weights than the files.
 
-    Returns:
-        None where the worker may have other weights than the files: they changed since the engine
-        began, or can't be read. Then nothing of the adapter may be looked up or stored.
+    They changed since the engine began, or can't be read. Then nothing of the adapter may be looked
+    up or stored.
     """
     try:
         state = _state(Path(path))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
 from lmcache_xpu.model.kv_cache_groups import check_states, layer_specs
@@ -29,37 +27,23 @@ _DRAFTERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", *_WITH_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts of an engine whose layers are alike.
+    """Facts of an engine whose layers are alike."""
 
-    Args:
-        device_type: `xpu`, `cuda` or `cpu`.
-        kv_layout: the memory order of the KV cache as vLLM names it.
-        opaque_blocks: blocks are packed in an order of the attention kernel's own.
-        heads: KV heads on this worker.
-        head_size: elements per head and plane (half of the content where that is fused).
-        block_size: tokens of a block.
-        namespace: what sets this cache's bytes apart from those of engines with the same
-            model name, dtype and world size: the weights, and how blocks are packed.
-    """
-
-    device_type: str
-    kv_layout: str
-    opaque_blocks: bool
-    heads: int
-    head_size: int
-    block_size: int
+    device_type: str  # `xpu`, `cuda` or `cpu`
+    kv_layout: str  # the memory order of the KV cache as vLLM names it
+    opaque_blocks: bool  # blocks are packed in an order of the attention kernel's own
+    heads: int  # on this worker
+    head_size: int  # elements per head and plane (half of the content where that is fused)
+    block_size: int  # tokens
+    # What sets this cache's bytes apart from those of engines with the same model name, dtype and
+    # world size: the weights, and how blocks are packed.
     namespace: str
 
 
 def check_model(vllm_config: VllmConfig, *, layerwise: bool = False) -> None:
     """Refuse a model, or what drafts its tokens, before vLLM makes a KV cache for it.
 
-    Args:
-        vllm_config: of the engine.
-        layerwise: LMCache works layer by layer.
-
-    Raises:
-        SettingsError: names the layers, or the method.
+    Raises SettingsError, which names the layers, or the method.
     """
     model, drafter = vllm_config.model_config, vllm_config.speculative_config
     if model.is_hybrid:
@@ -84,8 +68,7 @@ def check_model(vllm_config: VllmConfig, *, layerwise: bool = False) -> None:
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineFacts:
     """Read the facts of an engine, once its KV cache layout is resolved.
 
-    Raises:
-        LayoutError: a kind of KV cache that a prefix can't be restored into.
+    Raises LayoutError for a kind of KV cache that a prefix can't be restored into.
     """
     from vllm.platforms import current_platform
 
@@ -118,11 +101,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
 
 
 def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool) -> None:
-    """Refuse chunk settings that opaque blocks can't serve.
-
-    Raises:
-        SettingsError: chunks that would cut a block.
-    """
+    """Raise SettingsError for chunks that would cut an opaque block."""
     if not facts.opaque_blocks:
         return
     packs = f"vLLM's CPU attention packs the {facts.block_size} tokens of a block together"
@@ -152,7 +131,10 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             )
         check_states(spec)
         specs.append(spec)
-    shapes = {_shape(spec) for spec in specs}
+    shapes = {
+        (vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype)
+        for spec in specs
+    }
     if len(groups) != 1 or len(shapes) != 1:
         raise LayoutError(
             f"{len(groups)} KV cache groups with {len(shapes)} shapes",
@@ -161,10 +143,6 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
             "them without offload, or without the drafter.",
         )
     return specs[0]
-
-
-def _shape(spec: AttentionSpec) -> tuple[int, int, int, torch.dtype]:
-    return vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype
 
 
 def packing_marks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:

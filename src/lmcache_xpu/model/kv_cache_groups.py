@@ -30,42 +30,29 @@ _KEPT_STATES = ("align", "all")  # mamba_cache_mode: vLLM keeps a state at the e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """Layers whose blocks have the same numbers.
+    """Layers whose blocks have the same numbers."""
 
-    Args:
-        number: of the group, as vLLM counts.
-        layers: their names.
-        block_tokens: tokens of a block.
-        window: tokens at the end of a hit that the server keeps for the layers, and names; None for
-            all.
-        recurrent: each block holds a state, not keys and values.
-    """
-
-    number: int
-    layers: tuple[str, ...]
+    number: int  # as vLLM counts groups
+    layers: tuple[str, ...]  # their names
     block_tokens: int
+    # Tokens at the end of a hit that the server keeps for the layers, and names; None for all.
     window: int | None = None
-    recurrent: bool = False
+    recurrent: bool = False  # each block holds a state, not keys and values
 
     def window_chunks(self, chunk_tokens: int) -> int:
         """Chunks at the end of a hit that the layers need; 0 for all of them."""
         return 0 if self.window is None else max(1, math.ceil(self.window / chunk_tokens))
 
-    def needed_blocks(self, chunk_tokens: int) -> int:
-        """Blocks at the end of a chunk without which it helps nobody."""
-        tokens = chunk_tokens if self.window is None else min(chunk_tokens, self.window)
-        return math.ceil(tokens / self.block_tokens)
-
     def is_storable(self, blocks: list[int], chunk_tokens: int) -> bool:
-        """Whether a chunk's blocks hold all that a hit may need of it."""
-        return NULL_BLOCK not in blocks[-self.needed_blocks(chunk_tokens) :]
+        """Whether a chunk's blocks hold all that a hit may need of it: a window of its end."""
+        tokens = chunk_tokens if self.window is None else min(chunk_tokens, self.window)
+        return NULL_BLOCK not in blocks[-math.ceil(tokens / self.block_tokens) :]
 
 
 def cache_groups(kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
     """Return the groups of an engine whose blocks are stored.
 
-    Raises:
-        LayoutError: layers whose blocks can't be restored from a prefix.
+    Raises LayoutError for layers whose blocks can't be restored from a prefix.
     """
     groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -13,8 +13,6 @@ from lmcache_xpu.errors import SettingsError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["OTHER_WAYS", "LayerKinds", "read_config", "states_error"]
-
 OTHER_WAYS = "Leave layerwise off, or use --no-offload (plain vLLM)."
 
 # transformers makes its names when they are asked for. Of two threads that ask first at once, one
@@ -30,17 +28,11 @@ _STATE = {*_BOTH, "conv", "linear_attention", "mamba", "mamba2", "recurrent"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKinds:
-    """Numbers of a language model's layers by kind; all 0 if its configuration names no kinds.
+    """Numbers of a language model's layers by kind; all 0 if its configuration names no kinds."""
 
-    Args:
-        whole: attend to the whole prompt.
-        window: attend to the last tokens, or to those of the same stretch.
-        other: transformers' names of the other kinds.
-    """
-
-    whole: int = 0
-    window: int = 0
-    other: tuple[str, ...] = ()
+    whole: int = 0  # attend to the whole prompt
+    window: int = 0  # attend to the last tokens, or to those of the same stretch
+    other: tuple[str, ...] = ()  # transformers' names of the other kinds
 
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> Self:
@@ -81,12 +73,7 @@ class LayerKinds:
 def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
     """Return the configuration of the language model in a directory, a config.json, or on a hub.
 
-    Args:
-        model: the path, or the name on a hub.
-        cached: no hub is asked; only what was downloaded before counts.
-
-    Raises:
-        SettingsError: there is none, or none that transformers can read.
+    With `cached` no hub is asked. Raises SettingsError if there is none that transformers can read.
     """
     with _IMPORTING:
         from huggingface_hub.errors import StrictDataclassError

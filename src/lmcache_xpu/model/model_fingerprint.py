@@ -13,8 +13,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["fingerprint"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -31,9 +29,7 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     reads for a model of 70 billion parameters, whatever its size. A change that keeps all of these
     (single rows of an embedding, for example) is not seen.
 
-    Args:
-        model: directory, file, or name on a hub.
-        commit: of the hub's repository; says it all where there is one.
+    A model is a directory, a file, or a name on a hub; the commit there says it all.
     """
     if commit:
         return hashlib.sha256(commit.encode()).hexdigest()[:_DIGITS]
@@ -60,12 +56,16 @@ def fingerprint(model: str, commit: str | None = None) -> str:
 
 
 def _samples(file: Path) -> list[bytes]:
+    """Return a list of tensors, and bytes from the middle of each, in the order of the file."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             (length,) = struct.unpack("<Q", opened.read(8))
             header = opened.read(length)
-            middles = [8 + length + middle for middle in _middles(json.loads(header))]
+            tensors: dict[str, Any] = json.loads(header)
+            tensors.pop("__metadata__", None)
+            spans = [entry["data_offsets"] for entry in tensors.values()]
+            middles = sorted(8 + length + (begin + end) // 2 for begin, end in spans)
         else:
             header = b""
             middles = [size * part // _SAMPLES for part in range(_SAMPLES)]
@@ -74,9 +74,3 @@ def _samples(file: Path) -> list[bytes]:
             opened.seek(middle)
             samples.append(opened.read(_SAMPLE_BYTES))
         return samples
-
-
-def _middles(header: dict[str, Any]) -> list[int]:
-    """The middle of each tensor in a safetensors file, in the order of the file."""
-    spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    return sorted((begin + end) // 2 for begin, end in spans)

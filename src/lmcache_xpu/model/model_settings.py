@@ -16,8 +16,6 @@ from lmcache_xpu.errors import SettingsError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-__all__ = ["ENVIRONMENT", "NAMED", "settings_mark"]
-
 # By vLLM's configuration: fields that count where they have another value than vLLM's default.
 NAMED: dict[str, tuple[str, ...]] = {
     "model_config": (
@@ -53,8 +51,7 @@ _DIGITS = 12
 def settings_mark(vllm_config: VllmConfig) -> str:
     """Return what names these settings in a chunk's key; empty where all are vLLM's defaults.
 
-    Raises:
-        SettingsError: KV scales that each engine computes from its own first requests.
+    Raises SettingsError for KV scales that each engine computes from its own first requests.
     """
     model = vllm_config.model_config
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

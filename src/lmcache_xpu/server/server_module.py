@@ -37,8 +37,6 @@ from lmcache_xpu.server.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.versions.lmcache_server import make_key, server_module_base
 
-__all__ = ["HitPlaces", "build_server_modules"]
-
 
 class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[misc]  # untyped bases
     """Answers workers, at a socket file or else at LMCache's TCP port, in threads of the server."""

@@ -18,15 +18,6 @@ import zmq
 
 from lmcache_xpu.errors import SettingsError
 
-__all__ = [
-    "SCHEME",
-    "await_server",
-    "check_socket",
-    "listen_at",
-    "make_directory",
-    "refuse_inline_tensors",
-]
-
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a socket's path: sockaddr_un has 108
 

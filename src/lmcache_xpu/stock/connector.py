@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["LMCacheXPUConnector"]
-
 
 class LMCacheXPUConnector(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
     """Answers vLLM's questions, and makes the half of the connector that a role needs.

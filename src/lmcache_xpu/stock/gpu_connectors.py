@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.model.kv_cache_facts import EngineFacts
 
-__all__ = ["LayerwiseConnector", "StandardConnector", "gpu_connector", "making"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 Layers = Generator[None, Sequence[MemoryObj] | None, None]

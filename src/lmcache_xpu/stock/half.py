@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["StockHalf"]
-
 
 class StockHalf(LMCacheConnectorV1):  # type: ignore[misc]  # untyped base
     """A connector of one role; `lmcache` is LMCache's half, which does the work.

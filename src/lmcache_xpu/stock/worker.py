@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.model.kv_cache_facts import EngineFacts
 
-__all__ = ["StockWorker"]
-
 POOL = "LocalCPUBackend"
 WITHHELD_STEPS = 2  # of a failure: its own, and the one that vLLM had scheduled by then
 

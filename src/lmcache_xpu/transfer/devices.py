@@ -1,9 +1,8 @@
 """What differs between devices, each with its reason.
 
-cpu     has no streams: every operation is done when it returns. Engine memory is host memory, so
-        nothing is staged.
-others  (xpu, cuda, ...) run asynchronously in streams, and gather and scatter with a Triton kernel
-        where Triton is installed.
+A CPU has no streams: every operation is done when it returns. Engine memory is host memory there,
+so nothing is staged. Others run asynchronously in streams, and gather and scatter with a Triton
+kernel where Triton is installed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import torch
 from lmcache_xpu.transfer import pool_memory
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
-
-_NO_STREAM = nullcontext()
 
 
 class Event:
@@ -49,6 +46,13 @@ class Event:
     def reached(self) -> bool:
         """Whether the device has reached the event."""
         return self._event is None or self._event.query()
+
+
+def event_at(device: torch.device, stream: SideStream | None = None) -> Event:
+    """Return an event at the end of a stream of a device; None for the current one."""
+    event = Event(device)
+    event.record(stream)
+    return event
 
 
 class Pinning(enum.IntEnum):
@@ -80,7 +84,7 @@ class SideStream:
 
     def current(self) -> AbstractContextManager[object]:
         """Make this the current stream, in which operations are enqueued."""
-        return _NO_STREAM if self.handle is None else self.handle
+        return nullcontext() if self.handle is None else self.handle
 
     def reads(self, *tensors: torch.Tensor | None) -> None:
         """Keep memory that another stream made until what is enqueued here has read it."""

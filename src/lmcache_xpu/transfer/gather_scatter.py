@@ -113,14 +113,10 @@ class Float8Transfer:
     That is what vLLM's own fp8 KV cache holds of a model that brings no scales (its
     `BaseKVCacheMethod`). The elements' order does not matter. Calls are those of `TorchTransfer`,
     with rows as bytes; each takes device memory for the rows as the view has them.
-
-    Args:
-        transfer: moves rows as they are.
-        dtype: of the view's elements.
     """
 
-    transfer: Any  # `TorchTransfer` or `TritonTransfer`
-    dtype: torch.dtype
+    transfer: Any  # `TorchTransfer` or `TritonTransfer`: moves rows as they are
+    dtype: torch.dtype  # of the view's elements
 
     def gather(self, rows: Rows, out: torch.Tensor, first_layer: int = 0) -> None:
         """Do as `TorchTransfer.gather`; what is too large becomes the largest float8."""

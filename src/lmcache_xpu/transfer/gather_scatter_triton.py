@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.transfer.devices import Event, address_table, is_host
+from lmcache_xpu.transfer.devices import address_table, event_at, is_host
 from lmcache_xpu.transfer.gather_scatter import INTEGERS
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
@@ -202,10 +202,9 @@ class TritonTransfer:
         if not torch.equal(host, expected):
             return "other bytes arrived"
         host.copy_(expected.bitwise_not())  # bytes that the view does not hold yet
-        back, done = torch.zeros_like(row), Event(row.device)
+        back = torch.zeros_like(row)
         self._move_first_row(host, table, gather=False)
-        done.record()
-        done.synchronize()  # the host's memory is given up here
+        event_at(row.device).synchronize()  # the host's memory is given up here
         self._move_first_row(back, gather=True)
         return None if torch.equal(back.cpu(), host) else "other bytes were read"
 

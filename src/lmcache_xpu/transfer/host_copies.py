@@ -9,35 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.transfer.devices import Event, Pinning, is_host, register_host
+from lmcache_xpu.transfer.devices import Event, Pinning, event_at, is_host, register_host
 from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.tuning import TUNING
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
+# Whether memory that a cache lends is pinned, by its address: who lends it pins it, and says so.
+LENT: dict[int, bool] = {}
 SMALLEST_STAGING_BYTES = 2 * 2**20
 _ALIGNMENT = 256  # bytes, as PyTorch aligns what it allocates on devices
 
 
 class HostCopies:
-    """Copies between a device and host memory; looks up once how each allocation is pinned.
+    """Copies between a device and host memory; looks up once how each allocation is pinned."""
 
-    `register` pins memory, by address and size.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        register: Callable[[int, int, torch.device], bool] = register_host,
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._register = register
         self._pinning: dict[tuple[int, int], Pinning] = {}
         self._passing: deque[Event] = deque()  # copies from memory that is not pinned
 
@@ -52,15 +46,9 @@ class HostCopies:
                 (storage.data_ptr(), storage.nbytes()): part
                 for part, storage in zip(memory, storages, strict=True)
             }
-            for allocation in parts.keys() - self._pinning.keys():
-                self._pinning[allocation] = self._pin(parts[allocation], *allocation)
-            memory.pinning = min(map(self._pinning.__getitem__, parts), default=Pinning.ALLOCATED)
+            pinnings = (self._pinning_of(part, *place) for place, part in parts.items())
+            memory.pinning = min(pinnings, default=Pinning.ALLOCATED)
         return memory.pinning >= at_least
-
-    def forget(self, memory: torch.Tensor) -> None:
-        """Forget an allocation that is about to go; another one may get its addresses."""
-        storage = memory.untyped_storage()
-        self._pinning.pop((storage.data_ptr(), storage.nbytes()), None)
 
     def load(self, target: torch.Tensor, parts: Sequence[torch.Tensor], *, pinned: bool) -> None:
         """Enqueue copies from parts of the host, flat bytes, one after another into `target`.
@@ -76,30 +64,35 @@ class HostCopies:
         passing = self._pinned_as(target)  # PyTorch keeps it until its copy is done
         torch._foreach_copy_(_split(passing, parts), list(parts))
         target.copy_(passing, non_blocking=True)
-        self._passing.append(Event(self._device))
-        self._passing[-1].record()
+        self._passing.append(event_at(self._device))
 
     def store(self, parts: Sequence[torch.Tensor], source: torch.Tensor, *, pinned: bool) -> None:
         """Do as `load` in the other direction; waits for the copies if not `pinned`."""
         if pinned:
             torch._foreach_copy_(list(parts), _split(source, parts), non_blocking=True)
             return
-        passing, done = self._pinned_as(source), Event(self._device)
+        passing = self._pinned_as(source)
         passing.copy_(source, non_blocking=True)
-        done.record()
-        done.synchronize()
+        event_at(self._device).synchronize()
         torch._foreach_copy_(list(parts), _split(passing, parts))
 
     def _pinned_as(self, memory: torch.Tensor) -> torch.Tensor:
         pin = not is_host(self._device)
         return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=pin)
 
+    def _pinning_of(self, part: torch.Tensor, address: int, size: int) -> Pinning:
+        if address in LENT and not part.is_pinned():
+            return Pinning.REGISTERED if LENT[address] else Pinning.NONE
+        if (address, size) not in self._pinning:
+            self._pinning[address, size] = self._pin(part, address, size)
+        return self._pinning[address, size]
+
     def _pin(self, part: torch.Tensor, address: int, size: int) -> Pinning:
         if part.is_pinned():
             return Pinning.ALLOCATED
         if size < TUNING.pool_bytes:
             return Pinning.NONE
-        registered = self._register(address, size, self._device)
+        registered = register_host(address, size, self._device)
         logger.info(
             "host memory of %.1f GiB was not pinned; %s (docs: troubleshooting#not-pinned)",
             size / 2**30,

@@ -8,7 +8,6 @@ which engine or layout it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -18,24 +17,45 @@ from lmcache_xpu.transfer.layout import Geometry, find_axes
 EngineLayer = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
 class PagedView:
     """A view of the engine's KV cache; holds no memory of its own.
+
+    Args:
+        tensors: `[layer][plane]`, each `[blocks, rows, heads, dim]` on the engine's memory; the
+            last stride is 1.
+        tokens_per_row: the tokens of a block where blocks are opaque.
 
     Raises:
         LayoutError: no tensors, or tensors that differ in shape, strides, dtype or device.
     """
 
-    # [layer][plane], each [blocks, rows, heads, dim] on the engine's memory; the last stride is 1
-    tensors: tuple[tuple[torch.Tensor, ...], ...]
-    tokens_per_row: int = 1  # or the tokens of a block where blocks are opaque
-    layers: int = field(init=False)
-    planes: int = field(init=False)  # 2 for keys and values; 1 for MLA and for opaque blocks
-    shape: torch.Size = field(init=False)  # blocks, rows per block, heads and dim
-    strides: tuple[int, ...] = field(init=False)  # in elements, in the order of `shape`
-    row_bytes: int = field(init=False)  # of one layer and plane
-    dtype: torch.dtype = field(init=False)  # the engine's; bytes are moved, never converted
-    device: torch.device = field(init=False)
+    def __init__(
+        self, tensors: tuple[tuple[torch.Tensor, ...], ...], tokens_per_row: int = 1
+    ) -> None:
+        if not tensors:
+            raise LayoutError("no layers", "at least one layer of KV cache")
+        first = tensors[0][0]
+        expected = _described(first)
+        for index, layer in enumerate(tensors):
+            for tensor in layer:
+                if _described(tensor) != expected:
+                    raise LayoutError(
+                        f"layer {index} with {_described(tensor)}",
+                        f"{expected} as in layer 0",
+                        "Models whose layers have different KV shapes are not supported.",
+                    )
+        if first.shape[-1] > 1 and first.stride(-1) != 1:
+            raise LayoutError(
+                f"a head dimension with stride {first.stride(-1)}", "stride 1, contiguous heads"
+            )
+        self.tensors, self.tokens_per_row = tensors, tokens_per_row
+        self.layers = len(tensors)
+        self.planes = len(tensors[0])  # 2 for keys and values; 1 for MLA and for opaque blocks
+        self.shape = first.shape
+        self.strides = first.stride()  # in elements
+        self.row_bytes = first.shape[2] * first.shape[3] * first.itemsize  # of a layer and plane
+        self.dtype = first.dtype  # the engine's
+        self.device = first.device
 
     @classmethod
     def from_engine(
@@ -76,44 +96,9 @@ class PagedView:
 
     @classmethod
     def of_pages(cls, pages: Sequence[torch.Tensor], block_tokens: int) -> PagedView:
-        """Read layers by the places of their blocks alone.
-
-        Args:
-            pages: `[blocks, bytes of a block]` uint8 per layer (see `pages_of`), all alike.
-            block_tokens: tokens of a block, as the engine numbers blocks.
-
-        Raises:
-            LayoutError: no layers, or layers that differ.
-        """
+        """Read layers by the places of their blocks alone; `pages` as of `pages_of`, all alike."""
         tensors = tuple((page[:, None, None, :],) for page in pages)
         return cls(tensors=tensors, tokens_per_row=block_tokens)
-
-    def __post_init__(self) -> None:
-        first = self.tensors[0][0] if self.tensors else None
-        if first is None:
-            raise LayoutError("no layers", "at least one layer of KV cache")
-        expected = _described(first)
-        for index, layer in enumerate(self.tensors):
-            for tensor in layer:
-                if _described(tensor) != expected:
-                    raise LayoutError(
-                        f"layer {index} with {_described(tensor)}",
-                        f"{expected} as in layer 0",
-                        "Models whose layers have different KV shapes are not supported.",
-                    )
-        if first.shape[-1] > 1 and first.stride(-1) != 1:
-            raise LayoutError(
-                f"a head dimension with stride {first.stride(-1)}", "stride 1, contiguous heads"
-            )
-        vars(self).update(
-            layers=len(self.tensors),
-            planes=len(self.tensors[0]),
-            shape=first.shape,
-            strides=first.stride(),
-            row_bytes=first.shape[2] * first.shape[3] * first.itemsize,
-            dtype=first.dtype,
-            device=first.device,
-        )
 
 
 def pages_of(layer: EngineLayer, blocks: int) -> list[torch.Tensor]:

@@ -1,10 +1,4 @@
-"""Where the chunks of a request lie on both sides, as pieces that are moved one after another.
-
-plan           a request
-layer group    layers that are waited for at once
-piece          the layers of a group in neighbouring chunks of one size
-segment        a part of a chunk's memory that lies side by side
-"""
+"""Where the chunks of a request lie on both sides, as pieces that are moved one after another."""
 
 from __future__ import annotations
 
@@ -49,22 +43,18 @@ class HostFormat:
 
 
 class HostMemory(list[torch.Tensor]):
-    """A request's chunks as flat bytes, one tensor each; looked up once for all layer groups.
-
-    Attributes:
-        tables: by range of chunks, their addresses on the device, or None where kernels can't use
-            them; filled by `Stager`.
-        pinning: the least of all chunks; looked up by `HostCopies`.
-    """
+    """A request's chunks as flat bytes, one tensor each; looked up once for all layer groups."""
 
     def __init__(self, chunks: Iterable[torch.Tensor] = ()) -> None:
         super().__init__(chunks)
+        # By range of chunks, their addresses on the device, or None where kernels can't use them;
+        # filled by `Stager`.
         self.tables: dict[range, torch.Tensor | None] = {}
-        self.pinning: Pinning | None = None
+        self.pinning: Pinning | None = None  # the least of all chunks; looked up by `HostCopies`
 
     @cached_property
     def addresses(self) -> torch.Tensor:
-        """Addresses of the chunks, `[chunks]` int64 on the host; see `address_table`."""
+        """Addresses of the chunks, as of `address_table`."""
         return address_table(list(map(torch.Tensor.data_ptr, self)))
 
     @cached_property
@@ -83,7 +73,7 @@ class Piece:
     rows: RequestRows  # of the whole request
     row_bytes: int  # of one layer and plane
     offsets: tuple[int, ...]  # bytes from the beginning of each chunk to each of its segments
-    segment_bytes: int
+    segment_bytes: int  # of memory that lies side by side
 
     @property
     def nbytes(self) -> int:

@@ -38,10 +38,7 @@ PART_OF_CARD = 0.9
 
 
 def limit(card_bytes: int | None = None) -> int:
-    """Return the bytes of the largest pinned allocation to ask for at once.
-
-    `card_bytes` are the memory of the smallest card, where that is known.
-    """
+    """Return the bytes of the largest pinned allocation, by the memory of the smallest card."""
     most = MOST_GIB * GIB
     return most if card_bytes is None else min(most, int(PART_OF_CARD * card_bytes))
 

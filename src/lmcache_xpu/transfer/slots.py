@@ -35,9 +35,6 @@ class RequestRows:
         rows: `[rows of the request]` int64 on the host, rows of the view, negative where unmapped.
         spans: per chunk its first row, the first one to move, and the row after its last.
 
-    Attributes:
-        totals: rows of each chunk in host memory.
-
     Raises:
         SlotError: a row that the view does not have.
     """
@@ -52,7 +49,7 @@ class RequestRows:
             raise SlotError(
                 f"{kind} {largest}", f"{kind}s below {count}, the size of the paged KV cache"
             )
-        self.totals = [end - start for start, _, end in spans]
+        self.totals = [end - start for start, _, end in spans]  # rows of each chunk on the host
         self._spans = spans
         self._rows = rows
         self._holes = smallest < 0  # most requests have none: chunks are just slices
@@ -97,7 +94,6 @@ def request_rows(
     Waits for the engine's stream if the mapping is on its device.
 
     Args:
-        view: the paged view.
         slot_mapping: `[tokens]` integers, one slot per token of the whole request.
         spans: first token of each chunk, and the token after its last.
         cached: leading tokens of the request to leave alone, because the engine has them.

@@ -9,7 +9,7 @@ Where engine memory is host memory (CPU), gather and scatter work on host memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from lmcache_xpu.transfer.devices import (
     Event,
     SideStream,
     StoreHandle,
+    event_at,
     has_triton,
     is_host,
     kernels_need,
-    register_host,
     upload,
 )
 from lmcache_xpu.transfer.gather_scatter import Float8Transfer, TorchTransfer
@@ -45,11 +45,6 @@ class Stager:
     Args:
         staging_bytes: device memory for staging, see `StagingRing.allocate`; none on the host.
         in_place: memory on the view's device is not staged. Off for tests.
-        register: pins memory that is not, by address and size.
-
-    Attributes:
-        reaches_host: kernels move pinned host memory themselves.
-        row_bytes: of one layer and plane in host memory.
 
     Raises:
         SettingsError: not even the least can be allocated.
@@ -61,13 +56,12 @@ class Stager:
         staging_bytes: int | None = None,
         *,
         in_place: bool = True,
-        register: Callable[[int, int, torch.device], bool] = register_host,
     ) -> None:
         self.view = view
         self.device = view.device
         self._in_place = in_place
         self._transfer: Any = transfer_of(view)
-        self.reaches_host: bool = self._transfer.warm_up()
+        self.reaches_host: bool = self._transfer.warm_up()  # kernels move pinned host memory
         self._kernels = SideStream(self.device, urgent=True)
         self._link = SideStream(self.device, urgent=False)
         if in_place and is_host(self.device):
@@ -75,8 +69,8 @@ class Stager:
         else:
             self._ring = StagingRing.allocate(staging_bytes, self.device)
         self.buffer_bytes = self._ring.buffer_bytes
-        self.row_bytes = view.row_bytes
-        self._host = HostCopies(self.device, register)
+        self.row_bytes = view.row_bytes  # of one layer and plane in host memory
+        self._host = HostCopies(self.device)
 
     def hold_float8(self, dtype: torch.dtype) -> None:
         """Have host memory hold the view's elements, of this dtype, as float8 from now on."""
@@ -87,10 +81,6 @@ class Stager:
         """Pin memory that will be copied from and to, if it is not; takes seconds for GiB."""
         if self.buffer_bytes:
             self._host.pinned(HostMemory([pool]))
-
-    def forget(self, pool: torch.Tensor) -> None:
-        """Forget memory that is about to go, once nothing copies from or to it."""
-        self._host.forget(pool)
 
     def plan(self, form: HostFormat, rows: RequestRows, starts: Sequence[int] = (0,)) -> Plan:
         """Return where the chunks of a request go; see `Plan`."""
@@ -128,12 +118,9 @@ class Stager:
                 continue
             for part in piece.parts(self.buffer_bytes):
                 self._store_staged(part, memory, first_layer)
-        gathered = Event(self.device)
-        gathered.record(self._kernels)
+        gathered = event_at(self.device, self._kernels)
         gathered.wait(self._link)
-        done = Event(self.device)
-        done.record(self._link)
-        return StoreHandle(gathered, done)
+        return StoreHandle(gathered, event_at(self.device, self._link))
 
     def load(
         self,
@@ -156,19 +143,15 @@ class Stager:
             staged = True
             for part in piece.parts(self.buffer_bytes):
                 self._load_staged(part, memory, first_layer)
-        done = Event(self.device)
-        done.record(self._kernels)
+        done = event_at(self.device, self._kernels)
         if not staged:
             done.wait(self._link)  # what is copied next would slow what is needed first
         return done
 
     def fence(self) -> Event:
         """Return a point behind all that was enqueued here, also after an error."""
-        copied, done = Event(self.device), Event(self.device)
-        copied.record(self._link)
-        copied.wait(self._kernels)
-        done.record(self._kernels)
-        return done
+        event_at(self.device, self._link).wait(self._kernels)
+        return event_at(self.device, self._kernels)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

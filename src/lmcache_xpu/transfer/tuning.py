@@ -46,8 +46,7 @@ class Tuning:
     groups_ahead: int = 2
     # Of a load that begins before its step, so many groups of `direct_launch_bytes` come first.
     early_groups: int = 2
-    # Of all loads, enqueued beyond what the engine waits for next. More would only take the
-    # engine's thread, before its first layer and behind it.
+    # Of all loads, enqueued before their step. More would only take the engine's thread.
     ahead_bytes: int = 512 * MIB
 
 

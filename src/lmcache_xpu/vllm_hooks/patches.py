@@ -40,19 +40,12 @@ SERVED = ("xpu", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute that is replaced when its module is imported.
-
-    Args:
-        module: where the attribute is.
-        attribute: its name; with a dot, of a class.
-        replace: makes the replacement from the original.
-        optional: some versions do without it.
-    """
+    """One attribute that is replaced when its module is imported."""
 
     module: str
-    attribute: str
-    replace: Callable[[Any], Any]
-    optional: bool = False
+    attribute: str  # its name; with a dot, of a class
+    replace: Callable[[Any], Any]  # makes the replacement from the original
+    optional: bool = False  # some versions do without it
 
     @property
     def name(self) -> str:
@@ -147,11 +140,7 @@ _installed = False
 
 
 def register(factory: ModuleType) -> bool:
-    """Register our connectors with vLLM; return whether one has LMCache's stock name, too.
-
-    Args:
-        factory: the module `FACTORY`.
-    """
+    """Register our connectors with vLLM's `FACTORY`; whether one has LMCache's stock name, too."""
     registry = factory.KVConnectorFactory._registry
     for name in (OUR_NAME, SERVER_NAME):
         if name not in registry:
@@ -186,8 +175,7 @@ def hook_workers() -> None:
 def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Device types that our connector serves; the others keep LMCache's own.
 
-    Raises:
-        SettingsError: the variable names a device that PyTorch does not know.
+    Raises SettingsError for a device that PyTorch does not know.
     """
     if not (setting := environment.get(DEVICES_VARIABLE, "").strip()):
         return SERVED
@@ -204,21 +192,14 @@ def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What `lmcache-xpu status` shows.
+    """What `lmcache-xpu status` shows."""
 
-    Args:
-        lmcache_version, vllm_version, torch_version: installed, None where missing.
-        tested: LMCache and vLLM are among the tested versions.
-        devices: device type -> the connectors that serve it, standard and layerwise.
-        patches: dotted attribute -> whether our replacement is in place.
-    """
-
-    lmcache_version: str | None
+    lmcache_version: str | None  # installed, None where missing
     vllm_version: str | None
     torch_version: str | None
-    tested: bool
-    devices: dict[str, tuple[str, str]]
-    patches: dict[str, bool]
+    tested: bool  # LMCache and vLLM are among the tested versions
+    devices: dict[str, tuple[str, str]]  # by type, the connectors: standard and layerwise
+    patches: dict[str, bool]  # by dotted attribute, whether our replacement is in place
 
 
 def status() -> Status:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["end_with_parent", "ending_on_failure"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 END_S = 12.0  # that vLLM and LMCache have to end by themselves

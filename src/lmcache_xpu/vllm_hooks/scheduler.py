@@ -25,8 +25,6 @@ from lmcache_xpu.versions import vllm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LMCacheXPUScheduler", "beginning_anew"]
-
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 Handler = Callable[[Any, set[int], Mapping[str, int]], set[str]]
@@ -111,9 +109,8 @@ def _preempt(
 ) -> tuple[set[str], set[int]]:
     """Preempt the running requests that have one of these blocks.
 
-    Returns:
-        Their IDs, and their blocks from the first invalid one on. None of these is found by its
-        hash any more: what follows an invalid block was computed from it.
+    Return their IDs, and their blocks from the first invalid one on. None of these is found by its
+    hash any more: what follows an invalid block was computed from it.
     """
     stale: set[int] = set()
     again = []

@@ -11,13 +11,6 @@ from vllm.distributed import kv_transfer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "WEIGHT_CHANGES",
-    "WorkerHooks",
-    "hook_worker",
-    "worker_connector",
-]
-
 # What a worker of vLLM 0.32 offers that leaves it with other weights, or may.
 WEIGHT_CHANGES = (
     "load_model",
