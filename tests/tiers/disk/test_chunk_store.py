@@ -107,9 +107,10 @@ def test_a_disk_that_fails_as_it_is_listed_is_named_and_let_go(directory, monkey
     def fail(descriptor):
         raise OSError(errno.EIO, "Input/output error")
 
-    with monkeypatch.context() as broken, pytest.raises(SettingsError, match="Input/output error"):
+    with monkeypatch.context() as broken:
         broken.setattr("os.scandir", fail)
-        ChunkStore(directory, NO_LIMIT)
+        with pytest.raises(SettingsError, match="Input/output error"):
+            ChunkStore(directory, NO_LIMIT)
     ChunkStore(directory, NO_LIMIT, lock_seconds=0).close()
 
 
