@@ -30,7 +30,7 @@ class _Group(TyperGroup):
             error: LMCacheXPUError = SettingsError(
                 f"no {name} in this Python environment ({sys.prefix})",
                 "vLLM and LMCache, which this command needs",
-                "Install lmcache-xpu[lmcache] where vLLM is; `lmcache-xpu size` needs neither.",
+                "Where vLLM is, `python3 scripts/install.py` adds the rest; `size` needs neither.",
             )
         except LMCacheXPUError as raised:
             error = raised

@@ -1,6 +1,6 @@
 """Check the machine, then become `vllm serve`.
 
-The process is replaced (`exec`), not wrapped: signals, exit code and logs are vLLM's own.
+The process is replaced (`exec`), or on a terminal by `foreground`: signals and logs are vLLM's own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import foreground
 from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
@@ -63,6 +64,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     if settings.offload and settings.is_server and settings.server_url is None:
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
+    if os.isatty(0):
+        argv = [sys.executable, "-m", foreground.__name__, *argv]
     sys.stdout.flush()
     os.execvpe(argv[0], argv, environment(settings, os.environ))
 
