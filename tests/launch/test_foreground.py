@@ -16,6 +16,7 @@ from lmcache_xpu.launch import foreground
 from lmcache_xpu.launch import serve as module
 from lmcache_xpu.launch.settings import Settings
 
+STARTING = "lmcache-xpu: starting vLLM ...\n"
 STARTS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -54,7 +55,7 @@ def test_ctrl_c_ends_an_engine_that_starts_in_one_line():
     with running(STARTS) as (process, child):
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=10)
-        assert (process.returncode, said) == (130, "lmcache-xpu: interrupted\n")
+        assert (process.returncode, said) == (130, f"{STARTING}lmcache-xpu: interrupted\n")
         until(lambda: not psutil.pid_exists(child))
 
 
@@ -62,7 +63,7 @@ def test_ctrl_c_is_the_engines_own_once_it_serves():
     with running(SERVES) as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=10)
-        assert (process.returncode, said) == (7, "")
+        assert (process.returncode, said) == (7, STARTING)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lmcache_xpu.launch.cache_server import end_with_parent
 
 def main(argv: list[str]) -> int:
     """Run the engine, and return its exit code; 130 where it was interrupted."""
+    print("lmcache-xpu: starting vLLM ...", file=sys.stderr)  # which says nothing for a while
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine inherits that
     engine = psutil.Popen(argv, preexec_fn=end_with_parent)
     interrupted = False
