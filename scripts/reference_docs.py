@@ -53,6 +53,7 @@ These commands end with 1, where:
 {rows(("command", "bad news"), news)}
 
 `lmcache-xpu serve` becomes vLLM once its checks are done: from then on the exit code is vLLM's.
+Ctrl-C on a terminal while vLLM starts ends it with 130, in one line.
 
 `make loadtest`, `make loadtest-compare` and `make capacity` use the same codes for their programs.
 make itself reports any failure as 2.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ FILES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob
 FILE = re.compile(r"[\w./-]*\w\.py\b")
 MODULE = re.compile(r"\blmcache_xpu(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+# Pages that a repository has on GitHub, seen from its first page: they work in any fork.
+HOST_PAGE = re.compile(
+    r"\.\./\.\./(?:actions/workflows/\w+\.yml(?:/badge\.svg)?|discussions|issues)"
+)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 STEP = re.compile(r"^\d+\. (.*)$", re.MULTILINE)
 
@@ -80,12 +85,27 @@ def test_the_modules_that_are_named_exist(document):
 @every_document
 def test_the_targets_of_relative_links_exist(document):
     for target, heading in LINK.findall(document.read_text()):
-        if ":" in target:
+        if ":" in target or HOST_PAGE.fullmatch(target):
             continue
         path = (document.parent / target).resolve() if target else document
         assert path.exists(), target
         if heading:
             assert heading in headings(path), f"{target}#{heading}"
+
+
+def test_links_of_the_first_page_to_the_host_name_workflows_that_exist():
+    names = re.findall(r"actions/workflows/([\w.]+)", (ROOT / "README.md").read_text())
+    assert names
+    assert [name for name in names if not (ROOT / ".github/workflows" / name).is_file()] == []
+
+
+def test_the_owner_of_the_repository_is_written_where_the_recipe_says():
+    """Whoever publishes replaces it there; all other addresses follow the repository."""
+    command = ["git", "grep", "-l", "ORGANISATION", "--", ":!tests", ":!docs/guides/release.md"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    places = done.stdout.split()
+    recipe = (ROOT / "docs/guides/release.md").read_text()
+    assert [place for place in places if place not in recipe] == []
 
 
 @pytest.mark.parametrize("life", ["The life of a store", "The life of a load"])

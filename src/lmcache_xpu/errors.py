@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-DOCS_URL = "https://example.com/lmcache-xpu"  # of the site; pyproject.toml says the same
+PAGE = "docs/troubleshooting.md"  # or its address on a site (docs/guides/release.md)
 
 
 class LMCacheXPUError(Exception):
@@ -25,8 +25,8 @@ class LMCacheXPUError(Exception):
         self.expected = expected
         self.fix = fix
         advice = f" {fix}" if fix else ""
-        docs = f"(docs: {DOCS_URL}/troubleshooting/#{self.anchor})"
-        super().__init__(f"found {found}; expected {expected}.{advice} {docs}")
+        page = f"(see {PAGE}#{self.anchor})"
+        super().__init__(f"found {found}; expected {expected}.{advice} {page}")
 
     def __reduce__(self) -> tuple[type[LMCacheXPUError], tuple[str, str, str]]:
         # vLLM sends worker errors between processes; the default would call us with one string.

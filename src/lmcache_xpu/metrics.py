@@ -213,7 +213,7 @@ for _reason in FALLBACK_REASONS:
     _COUNTERS["fallbacks"].labels(_reason)
 # How a load runs; docs/reference/metrics.md shows it.
 LOAD_WAYS = {
-    "step": "Inside the step of its request, beside the layers",
+    "step": "Inside the step of its request, while layers are computed",
     "async": "While its request waits and others are computed",
     "computed": "Not at all: its tokens were computed, which is measured to take no longer",
 }

@@ -86,6 +86,15 @@ def test_a_mistake_is_one_line_on_stderr_and_code_2():
     assert result.stderr.count("\n") == 1
 
 
+def test_ctrl_c_is_one_line_and_code_130(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmcache_xpu.launch.serve.serve", interrupted)
+    result = run("serve", "m")
+    assert (result.exit_code, result.stderr) == (130, "lmcache-xpu: interrupted\n")
+
+
 @pytest.mark.parametrize("how", [[], ["--dry-run"]])
 def test_a_server_that_is_not_there_is_one_line_and_no_engine(how, monkeypatch):
     url = f"tcp://127.0.0.1:{free_port()}"

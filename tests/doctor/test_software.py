@@ -16,12 +16,14 @@ def test_versions_against_the_tested_ones():
     other = Versions(lmcache="0.4.0", vllm="0.32.0", torch=None)
     assert said(software.check_versions(tested, {}), "ok", "0.32.0")
     assert said(software.check_versions(other, {}), "fail", "0.4.0", "lmcache 0.5.6")
+    assert said(software.check_versions(other, {}), "fail", "PyTorch missing")
     allowed = {"LMCACHE_XPU_ALLOW_UNTESTED": "1"}
     assert said(software.check_versions(other, allowed), "warn", "0.4.0")
 
 
 def test_a_package_that_can_not_be_imported():
     assert said(software.check_imports(("json", "no_such_package")), "fail", "no_such_package")
+    assert "scripts/install.py" in software.check_imports(("no_such_package",)).advice
 
 
 def test_a_patch_that_is_missing():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from support.until import until
 from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
@@ -235,3 +239,22 @@ def test_a_given_port_is_used(engine, tmp_path):
     demo.tell(work=tmp_path, port=12345)
     assert {e.settings.port for e in engine.started} == {12345}
     assert all(isinstance(e.log, Path) for e in engine.started)
+
+
+def test_a_long_step_goes_on_telling_where_the_output_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(demo, "TELL_S", 0.01)
+    lines = io.StringIO()
+    with demo.doing(Console(file=lines), "waiting"):
+        until(lambda: lines.getvalue().count("s  waiting ...") >= 2)
+    assert lines.getvalue().startswith("waiting ...\n")
+    assert lines.getvalue().endswith("s  waiting: done\n")
+
+
+def test_a_step_that_fails_is_not_done_and_stops_telling(monkeypatch):
+    monkeypatch.setattr(demo, "TELL_S", 0.01)
+    before = set(threading.enumerate())
+    lines = io.StringIO()
+    with pytest.raises(KeyError), demo.doing(Console(file=lines), "waiting"):
+        raise KeyError
+    assert "done" not in lines.getvalue()
+    until(lambda: set(threading.enumerate()) <= before)

@@ -274,3 +274,28 @@ def test_what_is_refused_is_served_where_nothing_is_offloaded(kind, tmp_path):
 
 def test_a_model_that_is_not_here_is_left_to_the_engine():
     assert check_layers(Settings.load({"model": "nobody/nothing"})) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{bad", "JSONDecodeError"),
+        ('{"model_type": "llama", "hidden_size": "many"}', "'hidden_size' expected int"),
+        ('{"model_type": "t5", "is_encoder_decoder": true}', "an encoder and a decoder"),
+    ],
+)
+def test_a_wrong_config_is_one_line_before_vllm_starts(tmp_path, text, said):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SettingsError) as refused:
+        check_layers(Settings.load({"model": str(tmp_path)}))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert check_layers(Settings.load({"model": str(tmp_path), "offload": False})) is None
+
+
+def test_a_kind_that_transformers_does_not_know_is_said_in_a_short_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "brand_new"}')
+    done = CliRunner().invoke(app, ["size", str(tmp_path)])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "Unrecognized model identifier: brand_new" in done.stderr
+    assert len(done.stderr) < 600

@@ -308,8 +308,10 @@ def test_an_encoder_and_decoder_is_refused(tmp_path):
     assert "an encoder and a decoder" in done.stderr
 
 
-def test_what_transformers_itself_refuses_is_one_line(tmp_path):
-    done = size(write(tmp_path, {"model_type": "gemma2", "hidden_size": "wide"}))
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])  # the second is read as it is
+def test_what_transformers_itself_refuses_is_one_line(tmp_path, kind):
+    wide = LLAMA_3_8B | {"model_type": kind, "hidden_size": "wide"}
+    done = size(write(tmp_path, wide))
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "hidden_size" in done.stderr
 

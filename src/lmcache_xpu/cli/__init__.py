@@ -6,7 +6,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from lmcache_xpu import __version__
@@ -15,7 +14,10 @@ from lmcache_xpu.errors import LMCacheXPUError, SettingsError
 
 
 class _Group(TyperGroup):
-    """Our own errors and missing packages end in a red line and exit code 2; a bug does not."""
+    """Our own errors, missing packages and Ctrl-C end in one red line and exit code 2 or 130.
+
+    Anything else is a bug's traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -24,21 +26,19 @@ class _Group(TyperGroup):
             name = str(missing.name).partition(".")[0]
             if name == "lmcache_xpu":
                 raise
-            error: LMCacheXPUError = SettingsError(
+            error: BaseException = SettingsError(
                 f"no {name} in this Python environment ({sys.prefix})",
                 "vLLM and LMCache, which this command needs",
-                "Install lmcache-xpu[lmcache] where vLLM is; `lmcache-xpu size` needs neither.",
+                "Where vLLM is, `python3 scripts/install.py` adds the rest; `size` needs neither.",
             )
-        except LMCacheXPUError as raised:
+        except (LMCacheXPUError, KeyboardInterrupt) as raised:
             error = raised
         except Exception as wrong:
             if isinstance(message := getattr(wrong, "message", None), str):  # typer's, of an option
                 wrong.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             raise
-        Console(stderr=True, soft_wrap=True).print(
-            f"lmcache-xpu: {error}", style="red", markup=False, highlight=False
-        )
-        raise typer.Exit(2) from error
+        typer.secho(f"lmcache-xpu: {str(error) or 'interrupted'}", fg="red", err=True)
+        raise typer.Exit(130 if isinstance(error, KeyboardInterrupt) else 2) from error
 
 
 app = typer.Typer(

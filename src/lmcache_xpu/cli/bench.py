@@ -32,10 +32,10 @@ start, or restores other bytes than recomputing wrote, is shown as such. Exits w
 one with this package."""
 LOAD = """Time four loads in a real engine with random weights; nothing is downloaded.
 
-What hits cost others: requests decode, alone and then while prompts with cached tokens arrive
-(decoding), of which all but one token may be cached (copying). What storing costs them: the
-same with new prompts (storing). What is gained: conversations at once, more than the engine's
-own cache holds (conversations).
+decoding: requests decode, alone and then while prompts with cached tokens arrive.
+copying: the same, and of those prompts all but one token is cached.
+storing: the same with new prompts, which are stored.
+conversations: more at once than the engine's own cache holds.
 
 `room` is an engine whose own cache holds everything. Exits with 1 if an engine with this
 package fails."""
@@ -47,8 +47,8 @@ ONLY = """The prompts of a table, '61440 + 4096' say, or a load: decoding, copyi
 conversations; may be given several times (default: all)."""
 REPEATS = "Of each request or load; medians count (default: 3 of requests, 1 of loads)."
 DEVICES = "Devices that share the layers, in each engine; they share its memory, too."
-IN_TURN = """All engines at once, asked in turn: a host that changes its speed does so for all of
-them. They share the devices out; these need memory for all."""
+IN_TURN = """All engines run at once and are asked alternately: a host that changes its speed does
+so for all of them. They divide the devices' memory, which has to be enough for all."""
 GRAPHS = "With vLLM's compiled graphs: minutes longer."
 
 TRACE = """Replay a trace through the tiers' own look-ups and eviction, without an engine.

@@ -33,7 +33,7 @@ def _setting(name: str, text: str, *, least: float | None = None) -> Any:
     return typer.Option(help=text, envvar=variable, show_envvar=True, min=least)
 
 
-_CACHE = _setting("cache", "Where LMCache runs: auto, in-process, or server.")
+_CACHE = _setting("cache", "Where the cache lives: auto, in-process, server or vllm.")
 _DTYPE = _setting("dtype", "Type of the model, which is the KV cache's where that is auto.")
 _KV_CACHE = _setting("kv_cache_gib", "The engine's own KV cache per device, GiB.", least=0)
 _FRACTION = _setting("memory_fraction", "Part of a GPU's memory that the engine may use.", least=0)

@@ -38,7 +38,7 @@ def status(
     """Show what an engine that starts here will use; with --url, how a running one does.
 
     A key for the running engine is read from LMCACHE_XPU_API_KEY. Exits with 1 when something has
-    to be mended, with 2 when nobody answers there.
+    to be corrected, with 2 when nobody answers there.
     """
     if url is not None:
         _show_running(url, since, as_json)

@@ -27,7 +27,7 @@ DISK = """Directory that holds what is stored: the engine is restarted, and a by
 flipped. Of this package's connector it becomes the disk tier. Name an empty one."""
 RESTART = "Ask a second engine for what the first one stored; --disk does so too."
 ACQUIT = """Ask the same prompts without any cache, with vLLM's own, and with the connector: which
-of them is the first that differs? For garbage in answers."""
+of them is the first to differ? For garbage in answers."""
 EXTRA = "Arguments of vLLM, behind --."
 # Settings that the environment does not name: steps shorter than the prompts, a small KV cache.
 SETTINGS: dict[str, Any] = {

@@ -36,7 +36,8 @@ def check_versions(installed: versions.Versions, environ: Mapping[str, str]) -> 
     """Check LMCache and vLLM against the tested matrix."""
     name = "versions"
     vllm = installed.changed or installed.vllm
-    text = f"LMCache {installed.lmcache}, vLLM {vllm}, PyTorch {installed.torch}"
+    parts = {"LMCache": installed.lmcache, "vLLM": vllm, "PyTorch": installed.torch}
+    text = ", ".join(f"{part} {version or 'missing'}" for part, version in parts.items())
     tested = " and ".join(f"{key} {versions.tested_versions(key)}" for key in versions.TESTED)
     variable = versions.UNTESTED_VARIABLE
     if installed.tested and installed.changed:
@@ -57,7 +58,7 @@ def check_imports(modules: tuple[str, ...]) -> Check:
         try:
             importlib.import_module(module)
         except Exception as error:  # any: a broken binary raises what it likes
-            advice = "Its packages don't fit each other; reinstall them as the Dockerfile does."
+            advice = "Install vLLM for this device, then the rest: `python3 scripts/install.py`."
             return fail(name, f"{module}: {type(error).__name__}: {error}", advice)
     return ok(name, ", ".join(modules))
 

@@ -82,7 +82,7 @@ class Client:
     Without a `model` the server is asked for its first one. It may be silent for `timeout_s`
     seconds. `trust_env`: the environment may name a proxy, which would be timed, too.
 
-    Raises EngineError: from every method, when the server is away, refuses, or breaks off.
+    Every method raises EngineError when the server is away, refuses, or breaks off.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ TEXT_CHARACTERS = 24_000  # about 6,000 tokens
 MAX_MODEL_LEN = 8_192
 ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
+TELL_S = 10.0  # between two lines of one step, where the output is no terminal
 FREE_GIB = 2.0  # model, disk tier, logs, and room to breathe
 QUESTIONS = (
     "What is this text about?",
@@ -121,8 +123,8 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
     """Run the demo, and print its table.
 
     The model, the logs and the disk tier are kept in `work`; the next demo empties the disk tier.
-    Raises SettingsError: `work` or the port can't be used, or there is no space; EngineError: the
-    engine did not come up, broke off, or gave a wrong answer.
+    Raises SettingsError if `work` or the port can't be used or there is no space, and EngineError
+    if the engine did not come up, broke off, or gave a wrong answer.
     """
     settings = _settings(work, free_port() if port is None else port)
     _check(work, settings)
@@ -130,38 +132,29 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
     console.print(ABOUT)
 
     @contextmanager
-    def doing(step: str) -> Iterator[None]:
-        begin = time.monotonic()
-        if not console.is_terminal:
-            console.print(f"{step} ...")
-        with console.status(f"{step} ..."):
-            yield
-        console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
-
-    @contextmanager
     def engine(log: Path) -> Iterator[Client]:
         with ExitStack() as stack:
-            with doing(f"starting vLLM with LMCache (log: {log})"):
+            with doing(console, f"starting vLLM with LMCache (log: {log})"):
                 engine = stack.enter_context(EngineProcess(settings, log))
                 client = stack.enter_context(Client(engine.url, model="demo"))
                 # The first request also pays for what is set up on first use; it is nobody's.
                 client.complete(corpus()[-TEXT_CHARACTERS:], max_tokens=2)
             yield client
 
-    with doing("making a small Llama and its tokenizer"):
+    with doing(console, "making a small Llama and its tokenizer"):
         model = make_model(DEMO, work / "models")
     settings = settings.model_copy(update={"model": str(model)})
     talk = _Conversations()
     with engine(work / "engine-1.log") as client:
-        with doing(f"{USERS} conversations, two questions each"):
+        with doing(console, f"{USERS} conversations, two questions each"):
             pairs = [[talk.ask(client, user, turn) for turn in (0, 1)] for user in range(USERS)]
             first, second = zip(*pairs, strict=True)
-        with doing("a third question each, after the others'"):
+        with doing(console, "a third question each, after the others'"):
             third = [talk.ask(client, user, 2) for user in range(USERS)]
             same = talk.same_as_before(client)
     with (
         engine(work / "engine-2.log") as client,
-        doing("the third question again, after the restart"),
+        doing(console, "the third question again, after the restart"),
     ):
         again = [talk.ask(client, user, 2) for user in range(USERS)]
         same += talk.same_as_before(client)
@@ -183,6 +176,25 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
         f"computed without a cache.\n{MEANING}\n{NEXT}"
     )
     return rows
+
+
+@contextmanager
+def doing(console: Console, step: str) -> Iterator[None]:
+    """Name a step, say that it goes on, and how long it took."""
+    begin, ended = time.monotonic(), threading.Event()
+
+    def tell_time() -> None:
+        while not ended.wait(TELL_S):
+            console.print(f"{time.monotonic() - begin:4.0f} s  {step} ...")
+
+    if not console.is_terminal:
+        console.print(f"{step} ...")
+        threading.Thread(target=tell_time, daemon=True).start()
+    with ExitStack() as stack:
+        stack.callback(ended.set)
+        stack.enter_context(console.status(f"{step} ..."))
+        yield
+    console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
 
 
 def _settings(work: Path, port: int) -> Settings:

@@ -165,7 +165,7 @@ def clear_pools() -> None:
 def check_room(settings: Settings, directory: Path = SHARED_MEMORY) -> None:
     """Refuse a server whose memory is not free in /dev/shm: LMCache would lend none of it.
 
-    What killed servers left there is given back first. Raises SettingsError: too little.
+    What killed servers left there is given back first. Raises SettingsError if it is too little.
     """
     clear_pools()
     needed = settings.cpu_gib * settings.devices * 2**30

@@ -54,9 +54,12 @@ def check_offload(
 ) -> LayerKinds:
     """Return the kinds of a language model's layers, if a prefix can be restored into them.
 
-    With `layerwise`, by LMCache's own engine; from tiers of this dtype. Raises SettingsError: it
-    can't; names the layers, and what can be done.
+    With `layerwise`, by LMCache's own engine; from tiers of this dtype. Raises SettingsError if
+    it can't, which names the layers, and what can be done.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        kind = f"a {config.model_type}, an encoder and a decoder"
+        raise SettingsError(kind, "a decoder alone", "Serve such a model with --no-offload.")
     kinds = LayerKinds.of_config(config)
     if kinds.strange or (kinds.states and not kinds.attention):
         raise SettingsError(
@@ -88,14 +91,19 @@ def check_offload(
 def check_layers(settings: Settings) -> LayerKinds | None:
     """Refuse a model into whose layers no prefix can be restored.
 
-    What it can't read, or what was not downloaded before, is left to the engine, where the
-    connector refuses the same; then there are no kinds. Raises SettingsError: names the layers.
+    What it does not know, or what was not downloaded before, is left to the engine, where the
+    connector refuses the same; then there are no kinds. Raises SettingsError that names the layers,
+    or what is wrong in the file.
     """
     if not settings.offload:
         return None
     try:
         config = read_config(settings.model, cached=True)
-    except SettingsError:
+    except SettingsError as error:
+        from huggingface_hub.errors import StrictDataclassError
+
+        if isinstance(error.__cause__, json.JSONDecodeError | StrictDataclassError):
+            raise  # vLLM would stop at it too, with a traceback
         return None
     return check_offload(config, layerwise=settings.layerwise, tier_dtype=settings.tier_dtype)
 
@@ -143,8 +151,8 @@ def check_reachable(model: str) -> None:
 def read_model(model: str) -> Any:
     """Return the configuration of the language model in a directory, a file, or on a hub.
 
-    Its attributes have transformers' names. Raises SettingsError: there is none, it is not of a
-    decoder alone, or this needs transformers.
+    Its attributes have transformers' names. Raises SettingsError if there is none, it is wrong, or
+    this needs transformers.
     """
     path = Path(model).expanduser()
     if not path.exists():
@@ -152,12 +160,6 @@ def read_model(model: str) -> Any:
             raise SettingsError(f"model={model}, which does not exist", MODELS)
         path = _from_hub(model)
     values = _values(path / "config.json" if path.is_dir() else path)
-    if values.get("is_encoder_decoder"):
-        raise SettingsError(
-            f"a {values.get('model_type')}, an encoder and a decoder",
-            "a model that is a decoder alone",
-            "vLLM does not serve such models.",
-        )
     text = {**values, **(values.get("text_config") or {})}
     if (interval := text.get("full_attention_interval")) and not text.get(_KINDS):
         numbers = range(1, text["num_hidden_layers"] + 1)
@@ -166,7 +168,8 @@ def read_model(model: str) -> Any:
     needed = _FAMILIES.get(str(text.get("model_type")))
     if text.get("use_sliding_window"):  # transformers says which layers
         needed = None
-    missing = None if needed is None else [n for n in (*_ALWAYS, *needed) if n not in text]
+    right = {name for name, value in text.items() if not isinstance(value, str)}
+    missing = None if needed is None else [n for n in (*_ALWAYS, *needed) if n not in right]
     return SimpleNamespace(**text) if missing == [] else _complete(path, values, missing)
 
 
@@ -204,7 +207,7 @@ def _complete(path: Path, values: Mapping[str, Any], missing: list[str] | None) 
         raise SettingsError(
             f"a config.json of a {values.get('model_type')}{lacks}, and no transformers here",
             "transformers, which knows what such a file leaves out",
-            "`pip install transformers`, or `uvx --with transformers lmcache-xpu size ...`.",
+            "`pip install transformers`.",
         ) from error
     # Where layers differ, transformers' object refuses to say the usual one, and this does not.
     facts = config.to_dict()

@@ -1,6 +1,6 @@
 """Check the machine, then become `vllm serve`.
 
-The process is replaced (`exec`), not wrapped: signals, exit code and logs are vLLM's own.
+The process is replaced (`exec`), or on a terminal by `foreground`: signals and logs are vLLM's own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from lmcache_xpu.errors import SettingsError
+from lmcache_xpu.launch import foreground
 from lmcache_xpu.launch.cache_server import server_command, start_server
 from lmcache_xpu.launch.engine_arguments import (
     engine_variables,
@@ -38,8 +39,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     """Replace this process by the engine; with `dry_run` print what would be run.
 
     `check` looks at the machine, and raises where the engine would not run. A dry run looks at the
-    model and at a server that `server_url` names alone. Raises SettingsError: the engine could not
-    start with these settings on this machine.
+    model and at a server that `server_url` names alone. Raises SettingsError if the engine could
+    not start with these settings on this machine.
     """
     settings = resolve_device(settings)
     if dry_run:
@@ -61,6 +62,8 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
     if settings.offload and settings.is_server and settings.server_url is None:
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
+    if os.isatty(0):
+        argv = [sys.executable, "-m", foreground.__name__, *argv]
     sys.stdout.flush()
     os.execvpe(argv[0], argv, environment(settings, os.environ))
 
@@ -71,7 +74,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
     Each of the engine's processes writes to files of its own in PROMETHEUS_MULTIPROC_DIR, and the
     server's /metrics sums them up. What an earlier engine left there would count, so it is removed:
     call this once per engine, after `preflight`, which sees that none of the same port is running.
-    Raises SettingsError: the directory can't be used.
+    Raises SettingsError if the directory can't be used.
     """
     env = {**environ, **engine_variables(settings, environ)}
     users_directory = environ.get(METRICS_VARIABLE)

@@ -56,7 +56,7 @@ class Settings(Fields):
     def load(cls, values: Mapping[str, object]) -> Self:
         """Read `values`, then `LMCACHE_XPU_*` variables, then the defaults.
 
-        Raises SettingsError: a key is unknown, a value is not allowed, or two contradict.
+        Raises SettingsError if a key is unknown, a value is not allowed, or two contradict.
         """
         names = {ENV_PREFIX + field.upper() for field in cls.model_fields}
         for name in os.environ:

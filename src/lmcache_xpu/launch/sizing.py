@@ -71,8 +71,8 @@ class KVShape:
         """Read a model directory, its config.json, or its configuration on a hub.
 
         `dtype` is the model's, `kv_dtype` its KV cache's, `tier_dtype` that of its copies in the
-        tiers. `server`: the tiers are those of LMCache's server. Raises SettingsError: no such
-        model, or one whose KV cache can't be offloaded.
+        tiers. `server`: the tiers are those of LMCache's server. Raises SettingsError if there is
+        no such model, or its KV cache can't be offloaded.
         """
         for name in {kv_dtype, dtype} - {"auto"}:
             check_dtype(name)  # before a hub is asked
@@ -151,8 +151,8 @@ def fit(
 ) -> Fit:
     """Count the histories of `context_tokens` that each tier holds; leaves out a tier of None.
 
-    With `agents`, the users are coding agents. Raises SettingsError: a history is shorter than a
-    chunk.
+    With `agents`, the users are coding agents. Raises SettingsError if a history is shorter
+    than a chunk.
     """
     chunks = context_tokens // chunk_tokens
     if not chunks:

@@ -89,7 +89,7 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(model, local_files_only=cached)
         return config.get_text_config()
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        said = " ".join(map(str.strip, str(error).splitlines()[:2]))
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))[:200]
         raise SettingsError(
             f"no configuration that transformers can read for model={model} "
             f"({type(error).__name__}: {said})",

@@ -57,8 +57,8 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
     """Ask engines with the connector, one after the other, and judge what they give back.
 
     With `restart` a second engine is asked for what the first one stored. `disk` is a directory
-    that holds all of it; a byte of each file is flipped. Raises EngineError: an engine does not
-    start, or gives no answer.
+    that holds all of it; a byte of each file is flipped. Raises EngineError if an engine does
+    not start, or gives no answer.
     """
     stored: list[Asked] = []
     with start("connector") as child:
