@@ -41,7 +41,7 @@ def running(program):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as `serve` does
     )
     try:
         yield process, int(process.stdout.readline())
@@ -91,7 +91,12 @@ def test_only_a_terminal_keeps_a_process_before_the_engine(monkeypatch, terminal
     monkeypatch.setattr(os, "isatty", lambda _: terminal)
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     monkeypatch.setattr(module, "check_reachable", lambda _: None)
-    module.serve(Settings.load({"model": "org/model", "device": "cpu"}), lambda _: None)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        module.serve(Settings.load({"model": "org/model", "device": "cpu"}), lambda _: None)
+        assert (signal.getsignal(signal.SIGINT) == signal.SIG_IGN) == terminal
+    finally:
+        signal.signal(signal.SIGINT, before)
     [(program, argv, _)] = calls
     wrapped = argv[:3] == [sys.executable, "-m", foreground.__name__]
     assert (program, wrapped) == (argv[0], terminal)

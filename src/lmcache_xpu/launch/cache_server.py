@@ -193,7 +193,8 @@ def keep(command: Sequence[str]) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the engine, which may have requests to end
+    for terminals in (signal.SIGINT, signal.SIGHUP):  # the engine may have requests to end
+        signal.signal(terminals, signal.SIG_IGN)
     while True:
         Path(f"{socket}.http").unlink(missing_ok=True)
         server = subprocess.Popen(command, preexec_fn=end_with_parent)

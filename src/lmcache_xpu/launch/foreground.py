@@ -1,7 +1,7 @@
 """An engine in the foreground of a terminal: Ctrl-C while it starts ends it in one line.
 
-Its processes would print a traceback each. So they start with the signal ignored, until vLLM serves
-and handles it.
+Its processes would print a traceback each. So `serve` becomes this with the signal ignored, and so
+they start, until vLLM serves and handles it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from lmcache_xpu.launch.cache_server import end_with_parent
 def main(argv: list[str]) -> int:
     """Run the engine, and return its exit code; 130 where it was interrupted."""
     print("lmcache-xpu: starting vLLM ...", file=sys.stderr)  # which says nothing for a while
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine inherits that
     engine = psutil.Popen(argv, preexec_fn=end_with_parent)
     interrupted = False
 

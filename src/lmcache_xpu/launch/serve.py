@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -63,6 +64,7 @@ def serve(settings: Settings, check: Callable[[Settings], None], *, dry_run: boo
         settings = settings.model_copy(update={"server_url": start_server(settings)})
     argv = command(settings)
     if os.isatty(0):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         argv = [sys.executable, "-m", foreground.__name__, *argv]
     sys.stdout.flush()
     os.execvpe(argv[0], argv, environment(settings, os.environ))
