@@ -20,7 +20,7 @@ def _touch(policy: Any, keys: list[Any]) -> None:
     _touched(policy, keys[::-1])
 
 
-# LMCache 0.5.6 walks through a list from its end, so a list that is turned around loses its
+# LMCache walks through a list from its end, so a list that is turned around loses its
 # beginning first.
 LRUEvictionPolicy.on_keys_created, LRUEvictionPolicy.on_keys_touched = _create, _touch
 
