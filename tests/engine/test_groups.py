@@ -6,6 +6,7 @@ before each question, and every block of every group that a load fills is compar
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +72,10 @@ def cache(place: str, family: Family, tmp_path: Path) -> Iterator[object]:
 def test_groups_are_exact(
     place: str, family: Family, loads: str, cache: object, tmp_path: Path
 ) -> None:
-    report = printed(run_probe("hybrid", family.kind, family.make(tmp_path), cache, loads))
+    done = run_probe("hybrid", family.kind, family.make(tmp_path), cache, loads)
+    if done.returncode == -signal.SIGILL:  # vLLM 0.26's gated delta nets on a Xeon
+        pytest.skip("vLLM's kernels for this model stop at an instruction of this CPU")
+    report = printed(done)
     assert list(report["ways"]) == [loads]
     groups, states = family.groups, family.states
     assert report["blocks"] == report["blocks without"]
