@@ -85,10 +85,10 @@ def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, sta
         assert not list(killed.settings["disk_path"].rglob("*.tmp"))
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
         with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(engine.ask, tokens("drained", 500), 200)
+            answer = threads.submit(engine.ask, tokens("drained", 500), 100)
             assert engine.reaches("vllm:num_requests_running", 1, 30)
             engine.runner.stop()
-            assert answer.result().completion_tokens == 200
+            assert answer.result().completion_tokens == 100
 
 
 @pytest.mark.promise("4 faults")
