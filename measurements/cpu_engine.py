@@ -30,6 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_xpu.bench.runner import COMMON
 from lmcache_xpu.errors import EngineError
 from lmcache_xpu.harness.client import CacheCounts, Client
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
@@ -39,9 +40,6 @@ from lmcache_xpu.launch.settings import Settings
 CHUNK, BLOCK = 256, 128
 LENGTHS = (15 * CHUNK + 20, 4000)
 ENGINE_TOKENS = 9_216  # two prompts, not three
-# vLLM keeps one core from its worker, and with a KV connector another one unless none were left:
-# engines with and without would compute on different numbers of cores.
-RESERVED_CORES = ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 SETTLE_S = 0.3  # writes to the disk tier go on after an answer
 
 PLAIN = "recompute, vLLM without LMCache"
@@ -221,7 +219,7 @@ def main(
 ) -> None:
     """Start three engines in turn, time them, and print two tables."""
     console = Console()
-    os.environ.update([RESERVED_CORES])
+    os.environ.update(COMMON)
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": _machine(),

@@ -20,15 +20,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from lmcache_xpu.bench.runner import COMMON
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
 from lmcache_xpu.harness.random_model import DEMO, make_model
 from lmcache_xpu.launch.settings import Settings
+from lmcache_xpu.launch.sizing import AGENT_TOKENS
 
 ORDERS = "tail head head tail"
-RULE_TOKENS = 250_000  # per agent at work: docs/guides/sizing.md
 ENGINE_GIB = 0.08
 LOCUST = ["-m", "locust", "-f", "loadtests/locustfile.py", "--headless", "--only-summary"]
-os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+os.environ.update(COMMON)
 
 
 def main(
@@ -43,7 +44,7 @@ def main(
     """Replay the trace, and print a line of JSON for each run."""
     out.mkdir(parents=True, exist_ok=True)
     model = str(make_model(DEMO, out / "models"))
-    tokens = RULE_TOKENS * agents * length_scale * share
+    tokens = AGENT_TOKENS * agents * length_scale * share
     for order in orders.split():
         values: dict[str, Any] = {
             "model": model,
