@@ -29,6 +29,9 @@ from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
 
 _DRAIN_SECONDS = 10.0
+# For the threads that read: vLLM asks without a pause while all requests wait, and else each thread
+# waits up to 5 ms for Python after each of its calls. A step of the engine is far longer.
+_PAUSE_SECONDS = 1e-4
 _QUEUED = 0.25  # of host memory; what waits for the disk can't be used for anything else
 
 
@@ -132,6 +135,8 @@ class DiskTier(SecondaryTierManager):  # type: ignore[misc]  # untyped base
 
     def get_finished_jobs(self) -> list[JobResult]:
         """Return what became of the jobs that ended since the last call."""
+        if any(job.is_load and not job.has_ended for job in self._jobs):
+            time.sleep(_PAUSE_SECONDS)
         ended = [job for job in self._jobs if job.has_ended]
         self._jobs = [job for job in self._jobs if job not in ended]
         self._running = [each for each in self._running if not each.done()]

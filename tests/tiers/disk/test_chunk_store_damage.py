@@ -279,9 +279,16 @@ def test_a_full_disk_drops_the_chunk_and_nothing_else(store, directory, monkeypa
 def test_short_writes_and_reads_are_continued(store, monkeypatch):
     write, preadv = os.write, os.preadv
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
-    monkeypatch.setattr(os, "preadv", lambda fd, b, at: preadv(fd, [b[0][:700]], at))
+
+    def read_700(fd, buffers, at):  # the header is the first buffer, where there are two
+        return preadv(fd, [*buffers[:-1], buffers[-1][:700]], at)
+
+    monkeypatch.setattr(os, "preadv", read_700)
     store.put("a", "", payload("a"))
     assert load(store, "a") == payload("a")
+    buffer = memoryview(bytearray(len(payload("a"))))
+    assert store.read("a", buffer, lambda: True)
+    assert buffer == payload("a")
 
 
 def test_a_removed_directory_is_made_again(store, directory):

@@ -27,7 +27,7 @@ _MAGIC = b"LMXCHUNK"
 _VERSION = 1
 _FIXED = struct.Struct("<8sIIIQHH")  # magic, version, header CRC, payload CRC, payload, key, meta
 _CRC_AT = 12
-_SLICE = 256 * 1024  # so that the CRC finds what was copied in the CPU's cache
+_SLICE = 1024 * 1024
 
 
 class ChunkInfo(NamedTuple):
@@ -101,33 +101,41 @@ def read_chunk(
     key: str,
     info: ChunkInfo,
     buffer: memoryview,
-    is_lent: Callable[[], bool] = lambda: True,
+    is_lent: Callable[[], bool] | None = None,
 ) -> str | None:
     """Read a payload into `buffer`, of its length; return None, or what is wrong with the file.
 
-    Each slice goes to memory of this call first, and then to `buffer` if that may still be written,
-    as `is_lent` says: a slow disk may deliver when it is another's already. Where it may not,
-    nothing is wrong with the file: "" is returned. After an error `buffer` may hold anything.
+    With `is_lent`, which says whether `buffer` may still be written, each slice goes to memory of
+    this call first: a slow disk may deliver when the buffer is another's already. Then nothing is
+    wrong with the file, and "" is returned. After an error `buffer` may hold anything.
     Raises OSError if the file can't be opened or read.
     """
     with _open(path) as file:
-        header = _parse(os.pread(file.fileno(), HEADER_BYTES, 0))
+        raw, buffer = bytearray(HEADER_BYTES), buffer.cast("B")
+        own = memoryview(bytearray(min(_SLICE, len(buffer)))) if is_lent else buffer
+        # In one call: after each this thread waits up to 5 ms for an engine that keeps Python busy.
+        count = os.preadv(file.fileno(), [raw, own], 0) - HEADER_BYTES
+        header = _parse(bytes(raw)) if count >= 0 else None
         if header is None:
             return "its header is damaged"
         if header.key != key or header.info != info:
             return "it holds another chunk"
-        buffer = buffer.cast("B")
-        own = memoryview(bytearray(_SLICE))
         crc, done = 0, 0
-        while done < len(buffer):
-            count = os.preadv(file.fileno(), [own[: len(buffer) - done]], HEADER_BYTES + done)
+        while True:
+            piece = own[:count] if is_lent else buffer[done : done + count]
+            crc = zlib.crc32(piece, crc)
+            if is_lent:
+                if not is_lent():
+                    return ""
+                buffer[done : done + count] = piece
+            done += count
+            rest = buffer[done:]
+            if not rest:
+                break
+            own = own[: len(rest)] if is_lent else rest
+            count = os.preadv(file.fileno(), [own], HEADER_BYTES + done)
             if count == 0:
                 return f"it ends after {done} of {len(buffer)} bytes"
-            crc = zlib.crc32(own[:count], crc)
-            if not is_lent():
-                return ""
-            buffer[done : done + count] = own[:count]
-            done += count
     return None if crc == header.crc else "its checksum does not match"
 
 

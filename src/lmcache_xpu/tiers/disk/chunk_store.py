@@ -148,9 +148,7 @@ class ChunkStore:
                     except OSError:  # it keeps its room
                         self._count["errors"] += 1
 
-    def read(
-        self, key: str, buffer: memoryview, is_lent: Callable[[], bool] = lambda: True
-    ) -> bool:
+    def read(self, key: str, buffer: memoryview, is_lent: Callable[[], bool] | None = None) -> bool:
         """Read a chunk's payload into `buffer`, of its length; on a miss that may hold anything.
 
         A file that is truncated, damaged, another's or unreadable for the disk is removed. It stays
@@ -164,7 +162,7 @@ class ChunkStore:
         if entry is not None and entry.info.payload_bytes == len(buffer):
             try:
                 fault = read_chunk(self._held.at(name), key, entry.info, buffer, is_lent)
-                is_to_go = bool(fault) and is_lent()
+                is_to_go = bool(fault) and (is_lent is None or is_lent())
             except FileNotFoundError:  # evicted since, or removed by hand
                 is_to_go = True
             except OSError as error:
