@@ -5,15 +5,18 @@
 TRACES is a folder of coding agents' sessions. A vLLM on CPU with the demo's model serves them with
 a CPU tier of half of what `lmcache-xpu size --agents` advises, once as it is, and once with an
 eviction that takes the beginning of a prompt first (`head_first.py`), then both again in the other
-order. Prints hit tokens, computed tokens and TTFT of each run; FOLDER gets logs and rows.
+order. Prints hit tokens, computed tokens and TTFT of each run; FOLDER gets logs and rows. With
+`--shape 8b` a GPU serves the shape of Llama 3 8B, whose weights vLLM makes up.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,13 +24,20 @@ import numpy as np
 import typer
 
 from lmcache_xpu.bench.runner import COMMON
+from lmcache_xpu.bench.shapes import shape_named
 from lmcache_xpu.harness.engine_process import EngineProcess, free_port
-from lmcache_xpu.harness.random_model import DEMO, make_model
+from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config, make_model
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.launch.sizing import AGENT_TOKENS
 
 ORDERS = "tail head head tail"
-ENGINE_GIB = 0.08
+# Tokens of whole prompts, before they are scaled: the engine's own cache, and the longest prompt.
+ENGINE_TOKENS, LONGEST = 168_000, 155_648
+# By shape, the settings besides those of all.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "demo": {"device": "cpu", "dtype": "float32", "chunk_tokens": 128},
+    "8b": {"dtype": "bfloat16", "chunk_tokens": 256, "extra_args": ["--load-format", "dummy"]},
+}
 LOCUST = ["-m", "locust", "-f", "loadtests/locustfile.py", "--headless", "--only-summary"]
 os.environ.update(COMMON)
 
@@ -40,25 +50,29 @@ def main(
     time_scale: Annotated[float, typer.Option(help="Of all gaps")] = 0.02,
     share: Annotated[float, typer.Option(help="Of the tokens that the rule advises")] = 0.5,
     orders: Annotated[str, typer.Option(help="Tail or head first, a run for each")] = ORDERS,
+    shape: Annotated[str, typer.Option(help="demo or 8b")] = "demo",
 ) -> None:
     """Replay the trace, and print a line of JSON for each run."""
     out.mkdir(parents=True, exist_ok=True)
-    model = str(make_model(DEMO, out / "models"))
-    tokens = AGENT_TOKENS * agents * length_scale * share
+    spec, model = model_of(shape, out / "models")
+    tokens = AGENT_TOKENS * agents * share
+    gib_per_token = spec.kv_bytes_per_token * length_scale / 2**30
     for order in orders.split():
         values: dict[str, Any] = {
-            "model": model,
-            "device": "cpu",
-            "dtype": "float32",
+            "model": str(model),
             "enforce_eager": True,
             "port": free_port(),
-            "max_model_len": 9_728,
-            "kv_cache_gib": ENGINE_GIB,
-            "cpu_gib": round(tokens * DEMO.kv_bytes_per_token / 2**30, 3),
-            "chunk_tokens": 128,
+            "max_model_len": round(LONGEST * length_scale),
+            "kv_cache_gib": round(ENGINE_TOKENS * gib_per_token, 3),
+            "cpu_gib": round(tokens * gib_per_token, 3),
+            "extra_args": [],
+            **SETTINGS[shape],
         }
         if order == "head":
-            values["extra_args"] = ["--worker-extension-cls", "head_first.Worker"]
+            values["extra_args"] = [
+                *values["extra_args"],
+                *["--worker-extension-cls", "head_first.Worker"],
+            ]
         label = f"{len(list(out.glob('*-load.log')))}-{order}"
         with EngineProcess(Settings.load(values), out / f"{label}.log") as engine:
             options: dict[str, Any] = {
@@ -81,6 +95,18 @@ def main(
                 )
         line = {"order": order, "cpu_gib": values["cpu_gib"], **figures(out / label)}
         print(json.dumps(line), flush=True)
+
+
+def model_of(shape: str, parent: Path) -> tuple[ModelSpec, Path]:
+    """Return a model's description and directory, of the shape 8b without weights."""
+    demo = make_model(DEMO, parent)
+    if shape == "demo":
+        return DEMO, demo
+    spec = replace(shape_named(shape).model, vocabulary=DEMO.vocabulary)
+    model = parent / shape
+    shutil.copytree(demo, model, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    (model / "config.json").write_text(json.dumps(llama_config(spec)))
+    return spec, model
 
 
 def figures(directory: Path) -> dict[str, Any]:

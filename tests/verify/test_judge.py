@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,13 @@ def test_another_question_is_compared_as_far_as_prompts_are_the_same():
 def test_null_blocks_are_not_compared():
     both = {key: value for key, value in asked().blocks.items() if key[0]}
     assert differences(FACTS, asked().blocks, both, 70) == (2, [])
+
+
+def test_another_question_leaves_a_drafter_the_token_behind_a_hit():
+    # Its layers compute a token with the one behind it.
+    for drafts in (False, True):
+        [case] = [c for c in cases(replace(FACTS, drafts=drafts)) if c.name.endswith("chunk's end")]
+        assert case.shared == 2 * FACTS.chunk + drafts
 
 
 def test_lengths_lie_around_blocks_and_chunks():

@@ -52,6 +52,7 @@ class Facts:
     layers: list[list[str]]  # by group, those of a block's digests
     tokens: int  # of prompts that fit at once
     longest: int  # tokens of a prompt
+    drafts: bool = False  # by layers with keys and values (EAGLE, MTP)
 
     @property
     def block(self) -> int:
@@ -80,20 +81,24 @@ def facts(engine: Engine) -> Facts:
     config = engine.scheduler.kv_cache_config
     sizes = block_tokens(config)
     tokens = (config.num_blocks - 1) // len(sizes) * max(sizes)
-    return Facts(sizes, engine.layers(), tokens, engine.scheduler.max_model_len - ANSWER)
+    drafter = engine.scheduler.vllm_config.speculative_config
+    longest = engine.scheduler.max_model_len - ANSWER
+    return Facts(sizes, engine.layers(), tokens, longest, bool(drafter and drafter.use_eagle()))
 
 
 def cases(cache: Facts) -> list[Case]:
     """Return the cases of one prompt at a time, with lengths around blocks and chunks."""
     block, chunk = cache.block, cache.chunk
     inside = 3 * chunk + block + 13  # in a block, and behind one that begins no chunk
+    # A drafter's layers compute a token with the one behind it, which drafts alone depend on.
+    end = 2 * chunk + cache.drafts
     lengths = dict.fromkeys(
         (chunk - 1, chunk, chunk + 1, 3 * chunk + block - 1, 3 * chunk + block, inside)
     )
     wanted = [
         *(Case(f"the same prompt, {length} tokens", length) for length in lengths),
         Case("another question, inside a block", inside, 3 * chunk - 7, 60),
-        Case("another question, at a chunk's end", inside, 2 * chunk, chunk + 9),
+        Case("another question, at a chunk's end", inside, end, chunk + 9),
         Case("one block in vLLM's own cache", inside, own=1),
         Case("some chunks in vLLM's own cache", inside, own=2 * chunk // block),
         Case("all in vLLM's own cache", inside, kept=True),
