@@ -9,7 +9,6 @@ payload has no header either.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -59,20 +58,22 @@ def list_chunks(directory: int) -> tuple[list[tuple[int, str, int]], int]:
     Opens none, and leaves files of other names alone. Returns of each file its time of last use,
     its name and the bytes of its payload; and the number of those that were too short.
     """
-    files, damaged = [], 0
+    files, damaged, user = [], 0, os.geteuid()
     for entry in os.scandir(directory):  # by its descriptor, twice as fast as by its path
         is_temporary = entry.name.endswith(TEMPORARY)
         if not (is_temporary or entry.name.endswith(SUFFIX)):
             continue
-        with contextlib.suppress(OSError):  # e.g. a directory of that name
+        try:
             status = entry.stat(follow_symlinks=False)
             payload_bytes = status.st_size - HEADER_BYTES
-            is_file = not is_temporary and _is_plain(status)
+            is_file = not is_temporary and _is_plain(status, user)
             if is_file and payload_bytes >= 0:
                 files.append((status.st_mtime_ns, entry.name, payload_bytes))
             else:
                 damaged += is_file
                 os.unlink(entry.name, dir_fd=directory)
+        except OSError:  # e.g. a directory of that name
+            continue
     return files, damaged
 
 
@@ -175,15 +176,15 @@ def _open(path: Path) -> BinaryIO:
     """Open a plain file of this user for reading; never waits for the other end of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(fd)
-    if not _is_plain(status):
+    if not _is_plain(status, os.geteuid()):
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a plain file of this user", str(path))
     return os.fdopen(fd, "rb", buffering=0)
 
 
-def _is_plain(status: os.stat_result) -> bool:
-    """Whether it is a plain file of this user."""
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+def _is_plain(status: os.stat_result, user: int) -> bool:
+    """Whether it is a plain file of the user."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == user
 
 
 def _pack(header: _Header) -> bytes:
