@@ -109,15 +109,12 @@ class LookUps:
             self._end_session(request_id)
         else:
             self._ending[request_id] = lookup
-            self._take_answers()
             self._end_answered()
 
     def end_step(self) -> None:
         """End a step of vLLM: the patience of the next one is whole."""
         self._patient_until = None
-        if self._ending:
-            self._take_answers()
-            self._end_answered()
+        self._end_answered()
 
     def reset(self) -> bool:
         """Let the server give back the room of what nobody reads; whether it did. Waits."""
@@ -160,6 +157,8 @@ class LookUps:
             lookup.since = time.monotonic()
 
     def _end_answered(self) -> None:
+        if self._ending:
+            self._take_answers()
         for request_id, lookup in list(self._ending.items()):
             if lookup.hit_tokens is not None or not self._client.healthy.is_set():
                 del self._ending[request_id]

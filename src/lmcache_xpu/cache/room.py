@@ -26,9 +26,8 @@ from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
 # LMCache warns of each reservation for which room is only made afterwards: with objects of several
 # sizes that is each store into full memory.
-_NO_ROOM = "Failed to batched allocate"
 logging.getLogger("lmcache.v1.memory_management").addFilter(
-    lambda record: not str(record.msg).startswith(_NO_ROOM)
+    lambda record: not str(record.msg).startswith("Failed to batched allocate")
 )
 _MOST_RELEASED = 1024  # questions that may be released before they are located
 

@@ -73,8 +73,7 @@ class LentMemory:
     def of_server(cls, name: str, size: int, device: torch.device) -> Self:
         """Map the memory of a server, a segment of this name and size in bytes.
 
-        Raises:
-            SettingsError: there is no such segment here, or others can open it too.
+        Raises SettingsError if there is no such segment here, or others can open it too.
         """
         path = _path(name)
         try:
@@ -124,8 +123,7 @@ class LentMemory:
     def slot(self, offset: int, length: int, expected: int) -> torch.Tensor:
         """Return an object's bytes.
 
-        Raises:
-            HostMemoryError: it is no part of the pool, or not as large as expected.
+        Raises HostMemoryError if it is no part of the pool, or not as large as expected.
         """
         if not 0 <= offset <= offset + length <= len(self.pool) or length != expected:
             raise HostMemoryError(
@@ -163,11 +161,7 @@ class Server:
     def __init__(self, healthy: threading.Event, device: torch.device, timeout_s: float) -> None:
         self.device, self.timeout_s = device, timeout_s
         self._healthy = healthy
-        self._memory: LentMemory | None = None
-
-    def lend(self, memory: LentMemory) -> None:
-        """Take the memory of a cache in this process."""
-        self._memory = memory
+        self.memory: LentMemory | None = None  # of a cache in this process or a server
 
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
@@ -187,27 +181,27 @@ class Server:
                 "--shm-name NAME",
                 "It lends none either where /dev/shm is smaller than its memory: see its log.",
             )
-        before = self._memory
+        before = self.memory
         if before is not None and before.is_at(name, size):
             return None
-        self._memory = LentMemory.of_server(name, size, self.device)
-        pinned = ", pinned" if self._memory.pinned else ""
+        self.memory = LentMemory.of_server(name, size, self.device)
+        pinned = ", pinned" if self.memory.pinned else ""
         logger.info("LMCache's server lends %.1f GiB%s", size / 2**30, pinned)
         return before
 
     @property
     def lent(self) -> LentMemory:
         """The memory that it lends; GivenUpError if the cache is lost."""
-        if self._memory is None or not self._healthy.is_set():
+        if self.memory is None or not self._healthy.is_set():
             raise GivenUpError("server")
-        return self._memory
+        return self.memory
 
     def take_gone(self) -> LentMemory | None:
         """Return memory of a lost server that nobody lends any more, and forget it."""
-        memory = self._memory
+        memory = self.memory
         if memory is None or self._healthy.is_set() or not memory.is_gone:
             return None
-        self._memory = None
+        self.memory = None
         return memory
 
     def answer(
@@ -245,9 +239,9 @@ class Server:
 
     def release(self) -> None:
         """Give the pinning of its memory back, once nothing copies."""
-        if self._memory is not None:
-            self._memory.release()
-            self._memory = None
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
 
 
 def check_lease(begun: float) -> None:

@@ -37,8 +37,7 @@ class ServerClient:
         instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
             scheduler.
 
-    Raises:
-        SettingsError: the server does not answer, or its chunks are no multiple.
+    Raises SettingsError if the server does not answer, or its chunks are no multiple.
     """
 
     local = None  # the cache is not in this process

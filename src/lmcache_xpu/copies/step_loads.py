@@ -26,13 +26,12 @@ import torch
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cache.server import Question
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, block_ids
 from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow, fallback, loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -116,8 +115,8 @@ class StepLoads:
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, but what vLLM keeps."""
         chunks = [copies.chunks(load, loading=True) for copies in self._groups]
-        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        blocks = block_ids(load, [copies.group for copies in self._groups])
+        outcome = self.outcomes.expect(blocks)
         loaded("step")
         try:
             asked = self._moves.ask(load)
