@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots
-from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.protocol import Answer, T
 from lmcache_xpu.cache.seals import Seals
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
@@ -29,7 +29,6 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 LEASE_S = 20.0
 DIRECTORY = Path("/dev/shm")
 _POLL_S = 0.05
-T = TypeVar("T")
 
 
 class GivenUpError(Exception):
@@ -207,14 +206,10 @@ class Server:
     def answer(
         self,
         asked: Answer[T],
-        given_up: Callable[[], bool] = lambda: False,
-        at_most_s: float = math.inf,
+        given_up: Callable[[], bool] = lambda: False,  # nobody waits for it any more
+        at_most_s: float = math.inf,  # that whoever asks may wait, if less than the cache has
     ) -> T:
         """Wait for an answer, and return it.
-
-        Args:
-            given_up: whether nobody waits for it any more.
-            at_most_s: that whoever asks may wait, where that is less than the cache has.
 
         Raises:
             GivenUpError: there is none.

@@ -7,16 +7,14 @@ of LMCache's own question, and it knows several KV cache groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
 
 from lmcache_xpu.cache import hit_places
 from lmcache_xpu.cache.hit_places import Groups, Hit, ObjectSlots, Reservation, Rows, received, sent
-from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped
+from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped, T
 from lmcache_xpu.errors import SettingsError
-
-T = TypeVar("T")
 
 
 class ServerPlaces:

@@ -62,9 +62,6 @@ class SchedulerHalf:
         # Of several groups some need the end of a prefix alone.
         self._shares = len(groups) == 1 and config.cache_config.enable_prefix_caching
         self._stores_answers = bool(options.get(ANSWERS, False))
-        self._stores = config.kv_transfer_config.is_kv_producer
-        # Engines that share requests may compute in step: one that waits holds the others up.
-        self._has_other_engines = config.parallel_config.data_parallel_size > 1
         self._states = sum(group.recurrent for group in groups)
         is_inside = may_load_in_steps(config, kv_cache_config, groups, is_local=bool(client.local))
         self._chosen_loads: Any = options.get(LOADS, "auto") if is_inside else "async"
@@ -84,11 +81,8 @@ class SchedulerHalf:
     def arrived(self, request: Request) -> None:
         """Begin to look a request up that has come, while vLLM schedules those before it."""
         # What a session goes on with is not clear yet, nor which epoch vLLM's own blocks are of.
-        if not (
-            request.skip_reading_prefix_cache
-            or getattr(request, "resumable", False)
-            or self._keys.is_mixed
-        ):
+        is_clear = not (getattr(request, "resumable", False) or self._keys.is_mixed)
+        if is_clear and not request.skip_reading_prefix_cache:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
@@ -113,7 +107,9 @@ class SchedulerHalf:
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
-        is_alone = self.policy.is_alone(name) and not self._has_other_engines
+        # Engines that share requests may compute in step: one that waits holds the others up.
+        has_other_engines = self._config.parallel_config.data_parallel_size > 1
+        is_alone = self.policy.is_alone(name) and not has_other_engines
         chunks = tracked.whole_chunks()
         if (hit := self._lookups.find(chunks, is_alone=is_alone)) is None:
             return None, True
@@ -124,11 +120,10 @@ class SchedulerHalf:
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
-        if self._states and mode == "step" and not self._has_room(request):
-            mode = "async"
-        tracked.in_step = mode == "step"
-        self.promises.promise(name, kept, waits=mode == "async")
-        return tokens, mode == "async"
+        waits = mode == "async" or (self._states > 0 and not self._has_room(request))
+        tracked.in_step = not waits
+        self.promises.promise(name, kept, waits=waits)
+        return tokens, waits
 
     def _has_room(self, request: Request) -> bool:
         """Whether vLLM has all blocks of a request whose states are loaded inside its step.
@@ -190,7 +185,7 @@ class SchedulerHalf:
             salt, may_store = self._keys.admit(request, kept)
             keys = None if local is None else local.prompt_keys(salt)
             tracked = self._requests[name] = TrackedRequest(request, salt, self._sizes, keys)
-            if not (self._stores and may_store):
+            if not (may_store and self._config.kv_transfer_config.is_kv_producer):
                 tracked.most_stored = 0
         return tracked
 
@@ -201,10 +196,8 @@ class SchedulerHalf:
         self._lookups.end_step()
         self._forget_broken()
         self._store_no_more(self._keys.outdated())  # an adapter's files have changed
-        inside: dict[str, TokenRange] = {}
-        waiting: dict[str, TokenRange] = {}
-        for name, load in self._loads.items():
-            (inside if self._requests[name].in_step else waiting)[name] = load
+        inside = {name: load for name, load in self._loads.items() if self._requests[name].in_step}
+        waiting = {name: load for name, load in self._loads.items() if name not in inside}
         stores = list(self._stores_of(output))
         sources = {}
         if self.policy.loads != "async" and (whole := self._whole) is not None:
@@ -238,12 +231,9 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
-        return Step(
-            written_blocks(output, self._sizes.block_tokens),
-            output.total_num_scheduled_tokens,
-            unserved=self.promises.describe(),
-            epoch=self._keys.epoch,
-        )
+        written = written_blocks(output, self._sizes.block_tokens)
+        tokens, unserved = output.total_num_scheduled_tokens, self.promises.describe()
+        return Step(written, tokens, unserved=unserved, epoch=self._keys.epoch)
 
     def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
         """Take what the workers report after a step, and whose loads have ended."""
@@ -295,9 +285,8 @@ class SchedulerHalf:
                 yield self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if (tracked := self._requests.get(request_id)) is not None:
-                tracked.most_stored = 0
+        for request_id in self._requests.keys() & request_ids:
+            self._requests[request_id].most_stored = 0
 
     def _forget_broken(self) -> None:
         for name in self.promises.broken:

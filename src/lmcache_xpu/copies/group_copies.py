@@ -155,15 +155,10 @@ class GroupCopies:
         self,
         chunks: Sequence[list[int]],
         objects: Sequence[torch.Tensor],
-        places: Sequence[Sequence[int]],
-        starts: Sequence[int],
+        places: Sequence[Sequence[int]],  # of each part's layers, among all layers of the engine
+        starts: Sequence[int],  # first layer of each layer group, of all layers of the engine
     ) -> Iterator[LayerCopy]:
-        """Yield a load, as `load`, by layer groups; enqueues nothing.
-
-        Args:
-            places: of the layers of each part, among all layers of the engine.
-            starts: first layer of each layer group, of all layers of the engine.
-        """
+        """Yield a load, as `load`, by layer groups; enqueues nothing."""
         cuts = []
         for of_part in places:
             groups = [bisect.bisect_right(starts, place) for place in of_part]

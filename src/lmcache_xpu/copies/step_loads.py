@@ -58,20 +58,14 @@ class _Load:
 
 
 class StepLoads:
-    """The loads of the steps of a worker. Called by the engine's thread.
-
-    Args:
-        layers: names of the layers that `before_layer` is called for, in the order of the engine.
-            Where others are loaded, a step waits for all of its loads first.
-        draft_layers: so many layers at the end are a drafter's.
-    """
+    """The loads of the steps of a worker. Called by the engine's thread."""
 
     def __init__(
         self,
         moves: Moves,
         groups: Sequence[GroupCopies],
-        layers: Iterable[str],
-        draft_layers: int,
+        layers: Iterable[str],  # that `before_layer` is called for, in the order of the engine
+        draft_layers: int,  # so many at the end are a drafter's
         flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
@@ -83,6 +77,7 @@ class StepLoads:
         pages = Counter(name for each in in_layers for part in each.parts for name in part.names)
         named = [name for name in layers if name in pages]
         stored = list(dict.fromkeys([*named, *pages]))
+        # Where other layers are loaded, a step waits for all of its loads first.
         self._waits_for_all = len(named) < len(stored)
         order = [name for name in stored for _ in range(pages[name])]
         self._pages = len(order)
@@ -172,8 +167,15 @@ class StepLoads:
                 load.pipeline.states = self._load_states(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-        else:
-            self._begin(load)
+            return
+        with self._moves.enqueueing():
+            for stager in load.pipeline.stagers:
+                stager.follow_engine()  # blocks may be of a request whose step still runs
+            self._loads.append(load)
+            if self._is_ahead:
+                self._feed()
+            else:
+                load.pipeline.enqueue(TUNING.first_groups)
 
     def _load_states(self, load: _Load) -> list[Event]:
         """Load states, for which the engine's stream waits at once."""
@@ -205,16 +207,6 @@ class StepLoads:
         for number, places in self._places.items():
             copied += self._groups[number].beside_layers(*load.moved(number), places, starts)
         return LoadPipeline(copied, self._flow)
-
-    def _begin(self, load: _Load) -> None:
-        with self._moves.enqueueing():
-            for stager in load.pipeline.stagers:
-                stager.follow_engine()  # blocks may be of a request whose step still runs
-            self._loads.append(load)
-            if self._is_ahead:
-                self._feed()
-            else:
-                load.pipeline.enqueue(TUNING.first_groups)
 
     def _feed(self) -> None:
         """Before the step, enqueue so much that the link stays busy, layer group by layer group."""

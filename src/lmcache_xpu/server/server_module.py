@@ -110,10 +110,7 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
 
     @server_module_handler(hit_places.LOCATE)  # type: ignore[untyped-decorator]
     def locate(self, payload: bytes) -> bytes:
-        """Return where the chunks of a hit are; nothing if one is not there, as LMCache does.
-
-        They stay locked, as their look-up has locked them, until `release`.
-        """
+        """Return where a hit's chunks are, locked until `release`; nothing if one is missing."""
         hit = received(payload, Hit)
         session = self._context.session_manager.get(hit.request_id)
         if session is None or (asked := session.lookup_ipc_key) is None:
@@ -134,10 +131,7 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
 
     @server_module_handler(hit_places.RESERVE)  # type: ignore[untyped-decorator]
     def reserve(self, payload: bytes) -> bytes:
-        """Return where to store chunks that are not there, as far as there is room.
-
-        Nobody else sees them until `commit`.
-        """
+        """Return where to store chunks, as far as there is room; hidden until `commit`."""
         hit, sizes, skipped, tokens = received(payload, Reservation)
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
         layouts = [object_layout(size) for size in sizes]
