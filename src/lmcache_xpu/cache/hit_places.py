@@ -77,10 +77,7 @@ class ObjectSlots:
 
     @classmethod
     def of(cls, rows: Rows, groups: int) -> Self:
-        """Return objects of an engine with so many groups, in whatever order they are named.
-
-        Raises TransferError for objects of other groups.
-        """
+        """Return objects, named in any order; TransferError if not all are of so many groups."""
         if any(not 0 <= group < groups for group, *_ in rows):
             named = sorted({group for group, *_ in rows})
             raise TransferError(f"objects of groups {named}", f"of {groups} groups")

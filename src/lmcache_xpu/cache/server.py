@@ -120,10 +120,7 @@ class LentMemory:
         return self._file is not None and self._file[1] == (status.st_dev, status.st_ino)
 
     def slot(self, offset: int, length: int, expected: int) -> torch.Tensor:
-        """Return an object's bytes.
-
-        Raises HostMemoryError if it is no part of the pool, or not as large as expected.
-        """
+        """Return an object's bytes; HostMemoryError outside the pool or of another size."""
         if not 0 <= offset <= offset + length <= len(self.pool) or length != expected:
             raise HostMemoryError(
                 f"an object of {length} bytes at {offset}",
@@ -160,16 +157,17 @@ class Server:
     def __init__(self, healthy: threading.Event, device: torch.device, timeout_s: float) -> None:
         self.device, self.timeout_s = device, timeout_s
         self._healthy = healthy
-        self.memory: LentMemory | None = None  # of a cache in this process or a server
+        self._memory: LentMemory | None = None
+
+    def lend(self, memory: LentMemory) -> None:
+        """Take the memory of a cache in this process."""
+        self._memory = memory
 
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
 
-        Return that of an earlier server, to be released once nothing copies from or to it.
-
-        Raises:
-            TimeoutError: no answer.
-            SettingsError: a server that lends no memory that can be reached from here.
+        Return that of an earlier server, to be released once nothing copies from or to it. Raises
+        TimeoutError without an answer, SettingsError if no memory is lent that can be reached here.
         """
         answer = registered.result(timeout=self.timeout_s)
         name, size = getattr(answer, "shm_name", ""), getattr(answer, "pool_size", 0)
@@ -180,27 +178,27 @@ class Server:
                 "--shm-name NAME",
                 "It lends none either where /dev/shm is smaller than its memory: see its log.",
             )
-        before = self.memory
+        before = self._memory
         if before is not None and before.is_at(name, size):
             return None
-        self.memory = LentMemory.of_server(name, size, self.device)
-        pinned = ", pinned" if self.memory.pinned else ""
+        self._memory = LentMemory.of_server(name, size, self.device)
+        pinned = ", pinned" if self._memory.pinned else ""
         logger.info("LMCache's server lends %.1f GiB%s", size / 2**30, pinned)
         return before
 
     @property
     def lent(self) -> LentMemory:
         """The memory that it lends; GivenUpError if the cache is lost."""
-        if self.memory is None or not self._healthy.is_set():
+        if self._memory is None or not self._healthy.is_set():
             raise GivenUpError("server")
-        return self.memory
+        return self._memory
 
     def take_gone(self) -> LentMemory | None:
         """Return memory of a lost server that nobody lends any more, and forget it."""
-        memory = self.memory
+        memory = self._memory
         if memory is None or self._healthy.is_set() or not memory.is_gone:
             return None
-        self.memory = None
+        self._memory = None
         return memory
 
     def answer(
@@ -234,9 +232,9 @@ class Server:
 
     def release(self) -> None:
         """Give the pinning of its memory back, once nothing copies."""
-        if self.memory is not None:
-            self.memory.release()
-            self.memory = None
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
 
 
 def check_lease(begun: float) -> None:

@@ -285,8 +285,9 @@ class SchedulerHalf:
                 yield self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
-        for request_id in self._requests.keys() & request_ids:
-            self._requests[request_id].most_stored = 0
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.most_stored = 0
 
     def _forget_broken(self) -> None:
         for name in self.promises.broken:

@@ -70,9 +70,8 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache, and register it with the server.
 
-        Raises:
-            LayoutError: a KV cache that can't be read.
-            SettingsError: the server lends no memory, or answers no look-up.
+        Raises LayoutError for a KV cache that can't be read, and SettingsError if the server lends
+        no memory, or answers no look-up.
         """
         staging = self._options.get(STAGING_MIB)
         staging_bytes = None if staging is None else int(staging) * 2**20

@@ -167,15 +167,8 @@ class StepLoads:
                 load.pipeline.states = self._load_states(load)
         except Exception as error:  # whatever: the request is computed
             self._fail(load.request_id, load.outcome, error)
-            return
-        with self._moves.enqueueing():
-            for stager in load.pipeline.stagers:
-                stager.follow_engine()  # blocks may be of a request whose step still runs
-            self._loads.append(load)
-            if self._is_ahead:
-                self._feed()
-            else:
-                load.pipeline.enqueue(TUNING.first_groups)
+        else:
+            self._begin(load)
 
     def _load_states(self, load: _Load) -> list[Event]:
         """Load states, for which the engine's stream waits at once."""
@@ -207,6 +200,16 @@ class StepLoads:
         for number, places in self._places.items():
             copied += self._groups[number].beside_layers(*load.moved(number), places, starts)
         return LoadPipeline(copied, self._flow)
+
+    def _begin(self, load: _Load) -> None:
+        with self._moves.enqueueing():
+            for stager in load.pipeline.stagers:
+                stager.follow_engine()  # blocks may be of a request whose step still runs
+            self._loads.append(load)
+            if self._is_ahead:
+                self._feed()
+            else:
+                load.pipeline.enqueue(TUNING.first_groups)
 
     def _feed(self) -> None:
         """Before the step, enqueue so much that the link stays busy, layer group by layer group."""

@@ -110,7 +110,7 @@ class Transfers:
             requests = self._client.requests
             before = self._server.map(requests.register_kv_cache_engine_driven_context(described))
         else:
-            self._server.memory = local.memory()
+            self._server.lend(local.memory())
         self._moves.begin_with_server()
         if before is not None:
             self._give_back(before)
