@@ -93,8 +93,7 @@ def make(monkeypatch):
     ) -> SchedulerHalf:
         beside = SimpleNamespace(begun=[])
         beside.begin_ahead = beside.begun.append
-        connector = SimpleNamespace(worker_half=beside) if worker else None
-        monkeypatch.setattr(scheduler_half, "worker_connector", lambda _: connector)
+        monkeypatch.setattr(scheduler_half, "worker_half", lambda _: beside if worker else None)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=engines),
             kv_transfer_config=SimpleNamespace(is_kv_producer=producer),

@@ -24,6 +24,7 @@ ALIGN, REGISTER, LOCATE, RELEASE, RESERVE, COMMIT = (
     for name in ("align", "register", "locate", "release", "reserve", "commit")
 )
 
+sent = msgspec.msgpack.encode  # a message's bytes
 M = TypeVar("M")
 Rows = list[tuple[int, int, int, int]]  # group, chunk, offset and length of an object
 
@@ -76,11 +77,7 @@ class ObjectSlots:
 
     @classmethod
     def of(cls, rows: Rows, groups: int) -> Self:
-        """Return objects of an engine with so many groups, in whatever order they are named.
-
-        Raises:
-            TransferError: objects of other groups.
-        """
+        """Return objects, named in any order; TransferError if not all are of so many groups."""
         if any(not 0 <= group < groups for group, *_ in rows):
             named = sorted({group for group, *_ in rows})
             raise TransferError(f"objects of groups {named}", f"of {groups} groups")
@@ -113,17 +110,8 @@ def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:
     return [range(max(0, count - window) if window else 0, count) for window in windows]
 
 
-def sent(message: Hit | Reservation | Groups | Rows) -> bytes:
-    """Return the bytes of a message."""
-    return msgspec.msgpack.encode(message)
-
-
 def received(payload: bytes, kind: type[M]) -> M:
-    """Return the message of a kind that was sent.
-
-    Raises:
-        TransferError: these bytes are none.
-    """
+    """Return the message of a kind that was sent; TransferError if these bytes are none."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except msgspec.MsgspecError as error:

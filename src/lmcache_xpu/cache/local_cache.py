@@ -68,10 +68,6 @@ class LocalCache:
     """The tiers of one engine, and a worker's `CachePlaces`. Called by any thread.
 
     Keys are `TokenRange`s, whose tokens are `PromptKeys`.
-
-    Args:
-        alignment: tokens of which a chunk is a multiple.
-        engine: number of the engine among those that share the disk.
     """
 
     is_sealed = False  # nobody else writes to the memory
@@ -84,8 +80,8 @@ class LocalCache:
         options: LocalCacheOptions,
         device: torch.device,
         model_name: str,
-        alignment: int = 1,
-        engine: int = 0,
+        alignment: int = 1,  # tokens of which a chunk is a multiple
+        engine: int = 0,  # its number among those that share the disk
     ) -> None:
         self.chunk_tokens = -(-options.chunk_tokens // alignment) * alignment
         ChunkLayout.bytes_have_tokens(self.chunk_tokens)

@@ -57,10 +57,7 @@ class LookUps:
             self._asked(tokens)
 
     def find(self, tokens: TokenRange, *, is_alone: bool) -> int | None:
-        """Return the tokens of a request's hit; None while the server looks.
-
-        Waits a little for what is in memory, see `PATIENCE_S`. A disk takes longer.
-        """
+        """Return the tokens of a hit; None while the server looks. Waits a little, `PATIENCE_S`."""
         if not tokens.end:
             return 0
         if not self._client.healthy.is_set():
@@ -101,23 +98,17 @@ class LookUps:
             self._unlock(lookup)
 
     def end(self, request_id: str) -> None:
-        """End the server's session of a request, and the locks of a look-up that nobody used.
-
-        Where the server still looks, it ends with a later step.
-        """
+        """End a request's session and unused locks, with a later step if the server still looks."""
         if (lookup := self._lookups.pop(request_id, None)) is None:
             self._end_session(request_id)
         else:
             self._ending[request_id] = lookup
-            self._take_answers()
             self._end_answered()
 
     def end_step(self) -> None:
         """End a step of vLLM: the patience of the next one is whole."""
         self._patient_until = None
-        if self._ending:
-            self._take_answers()
-            self._end_answered()
+        self._end_answered()
 
     def reset(self) -> bool:
         """Let the server give back the room of what nobody reads; whether it did. Waits."""
@@ -160,6 +151,8 @@ class LookUps:
             lookup.since = time.monotonic()
 
     def _end_answered(self) -> None:
+        if self._ending:
+            self._take_answers()
         for request_id, lookup in list(self._ending.items()):
             if lookup.hit_tokens is not None or not self._client.healthy.is_set():
                 del self._ending[request_id]

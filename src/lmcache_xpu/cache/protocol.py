@@ -53,8 +53,7 @@ class KeyScope(NamedTuple):
     def of(cls, config: VllmConfig) -> Self:
         """Return the scope of a worker. MLA's KV is the same on all ranks of a stage.
 
-        Raises:
-            SettingsError: ranks that share out the tokens of a prompt.
+        Raises SettingsError for ranks that share out the tokens of a prompt.
         """
         from lmcache.integration.vllm.utils import mla_only  # imports vLLM
 
@@ -103,10 +102,7 @@ class Cache(Protocol):
         """
 
     def start_heartbeat(
-        self,
-        interval_s: float,
-        recovered: Callable[[], bool] = ...,
-        lost: Callable[[], None] = ...,
+        self, interval_s: float, recovered: Callable[[], bool] = ..., lost: Callable[[], None] = ...
     ) -> None:
         """Ping the cache from now on, in a thread; it has the interval for each answer.
 

@@ -26,9 +26,8 @@ from lmcache_xpu.versions.lmcache_server import touch, touch_tiers
 
 # LMCache warns of each reservation for which room is only made afterwards: with objects of several
 # sizes that is each store into full memory.
-_NO_ROOM = "Failed to batched allocate"
 logging.getLogger("lmcache.v1.memory_management").addFilter(
-    lambda record: not str(record.msg).startswith(_NO_ROOM)
+    lambda record: not str(record.msg).startswith("Failed to batched allocate")
 )
 _MOST_RELEASED = 1024  # questions that may be released before they are located
 
@@ -76,24 +75,18 @@ class Room:
     @property
     def reads(self) -> int:
         """How many questions are being read."""
-        with self._lock:
-            return len(self._reads)
+        return len(self._reads)
 
     def locate(
         self,
         question: Hashable,
-        prompt: Sequence[Sequence[Any]],
-        first: int,
-        needed: Sequence[range],
+        prompt: Sequence[Sequence[Any]],  # by KV cache group, keys of chunks up to the hit's last
+        first: int,  # number of the first chunk that is loaded
+        needed: Sequence[range],  # by group, numbers of the chunks, counted from that one
     ) -> Rows | None:
         """Return where chunks of a prompt are, which stay locked until `release`.
 
         None, and nothing is locked, if a chunk is missing or the question was released.
-
-        Args:
-            prompt: by KV cache group, the keys of all its chunks, up to the last of the hit.
-            first: number of the first chunk that is loaded.
-            needed: by group, numbers of the chunks, counted from that one.
         """
         places = {
             keys[first + chunk]: (group, chunk)
@@ -132,20 +125,14 @@ class Room:
     def reserve(
         self,
         question: Hashable,
-        prompt: Sequence[Sequence[Any]],
-        first: int,
-        skipped: Sequence[Sequence[int]],
-        layouts: Sequence[Any],
+        prompt: Sequence[Sequence[Any]],  # by KV cache group, the keys of its chunks
+        first: int,  # number of the first chunk to reserve
+        skipped: Sequence[Sequence[int]],  # by group, chunks to leave out, counted from that one
+        layouts: Sequence[Any],  # by group, LMCache's description of an object
     ) -> Rows:
         """Reserve the last chunks of a prompt that are not there, as far as there is room.
 
         They take none of the prompt's own, and nobody finds them until `commit`.
-
-        Args:
-            prompt: by KV cache group, the keys of its chunks.
-            first: number of the first chunk to reserve.
-            skipped: by group, chunks to leave out, counted from that one.
-            layouts: by group, LMCache's description of an object.
         """
         rows: Rows = []
         written = _Written([], _in_order(prompt))

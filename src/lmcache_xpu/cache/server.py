@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from lmcache_xpu.cache.hit_places import ObjectSlots
-from lmcache_xpu.cache.protocol import Answer
+from lmcache_xpu.cache.protocol import Answer, T
 from lmcache_xpu.cache.seals import Seals
 from lmcache_xpu.errors import HostMemoryError, SettingsError
 from lmcache_xpu.transfer.devices import is_host, register_host, unregister_host
@@ -29,7 +29,6 @@ logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers on
 LEASE_S = 20.0
 DIRECTORY = Path("/dev/shm")
 _POLL_S = 0.05
-T = TypeVar("T")
 
 
 class GivenUpError(Exception):
@@ -73,8 +72,7 @@ class LentMemory:
     def of_server(cls, name: str, size: int, device: torch.device) -> Self:
         """Map the memory of a server, a segment of this name and size in bytes.
 
-        Raises:
-            SettingsError: there is no such segment here, or others can open it too.
+        Raises SettingsError if there is no such segment here, or others can open it too.
         """
         path = _path(name)
         try:
@@ -122,11 +120,7 @@ class LentMemory:
         return self._file is not None and self._file[1] == (status.st_dev, status.st_ino)
 
     def slot(self, offset: int, length: int, expected: int) -> torch.Tensor:
-        """Return an object's bytes.
-
-        Raises:
-            HostMemoryError: it is no part of the pool, or not as large as expected.
-        """
+        """Return an object's bytes; HostMemoryError outside the pool or of another size."""
         if not 0 <= offset <= offset + length <= len(self.pool) or length != expected:
             raise HostMemoryError(
                 f"an object of {length} bytes at {offset}",
@@ -172,11 +166,8 @@ class Server:
     def map(self, registered: Any) -> LentMemory | None:
         """Map the memory that a server lends, by its answer to a registration.
 
-        Return that of an earlier server, to be released once nothing copies from or to it.
-
-        Raises:
-            TimeoutError: no answer.
-            SettingsError: a server that lends no memory that can be reached from here.
+        Return that of an earlier server, to be released once nothing copies from or to it. Raises
+        TimeoutError without an answer, SettingsError if no memory is lent that can be reached here.
         """
         answer = registered.result(timeout=self.timeout_s)
         name, size = getattr(answer, "shm_name", ""), getattr(answer, "pool_size", 0)
@@ -213,14 +204,10 @@ class Server:
     def answer(
         self,
         asked: Answer[T],
-        given_up: Callable[[], bool] = lambda: False,
-        at_most_s: float = math.inf,
+        given_up: Callable[[], bool] = lambda: False,  # nobody waits for it any more
+        at_most_s: float = math.inf,  # that whoever asks may wait, if less than the cache has
     ) -> T:
         """Wait for an answer, and return it.
-
-        Args:
-            given_up: whether nobody waits for it any more.
-            at_most_s: that whoever asks may wait, where that is less than the cache has.
 
         Raises:
             GivenUpError: there is none.

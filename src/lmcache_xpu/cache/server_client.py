@@ -32,13 +32,7 @@ START_S = 10.0  # for the first answer to a look-up
 class ServerClient:
     """Asks one server, and knows whether it answers; see `Cache`.
 
-    Args:
-        alignment: tokens of which a chunk has to be a multiple.
-        instance_id: of a worker, whose memory the server gives back when heartbeats end; None of a
-            scheduler.
-
-    Raises:
-        SettingsError: the server does not answer, or its chunks are no multiple.
+    Raises SettingsError if the server does not answer, or its chunks are no multiple.
     """
 
     local = None  # the cache is not in this process
@@ -49,7 +43,8 @@ class ServerClient:
         url: str,
         scope: KeyScope,
         timeout_s: float,
-        alignment: int,
+        alignment: int,  # tokens of which a chunk has to be a multiple
+        # Of a worker, whose memory the server gives back when heartbeats end.
         instance_id: int | None = None,
     ) -> None:
         self.scope, self.timeout_s, self.instance_id = scope, timeout_s, instance_id

@@ -7,28 +7,14 @@ of LMCache's own question, and it knows several KV cache groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
 
-from lmcache_xpu.cache.hit_places import (
-    COMMIT,
-    LOCATE,
-    REGISTER,
-    RELEASE,
-    RESERVE,
-    Groups,
-    Hit,
-    ObjectSlots,
-    Reservation,
-    Rows,
-    received,
-    sent,
-)
-from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped
+from lmcache_xpu.cache import hit_places
+from lmcache_xpu.cache.hit_places import Groups, Hit, ObjectSlots, Reservation, Rows, received, sent
+from lmcache_xpu.cache.protocol import Answer, KeyScope, Skipped, T
 from lmcache_xpu.errors import SettingsError
-
-T = TypeVar("T")
 
 
 class ServerPlaces:
@@ -50,7 +36,7 @@ class ServerPlaces:
         named = Groups(
             self._instance_id, scope.model_name, scope.world_size, self._sizes, self._windows
         )
-        registered = self._send(REGISTER, sent(named))
+        registered = self._send(hit_places.REGISTER, sent(named))
         # A server without any module is silent.
         if not registered.wait(timeout_s) or not registered.result(timeout=0).success:
             raise SettingsError(
@@ -62,18 +48,18 @@ class ServerPlaces:
 
     def leave(self) -> None:
         """Let the server forget a worker that ends; waits for nothing."""
-        self._send(REGISTER, sent(Groups(self._instance_id, "", 0, (), ())))
+        self._send(hit_places.REGISTER, sent(Groups(self._instance_id, "", 0, (), ())))
 
     def locate(self, number: int, key: Any) -> Answer[ObjectSlots | None]:
         """Ask where chunks are."""
         return _Coming(
-            self._call(LOCATE, number, key),
+            self._call(hit_places.LOCATE, number, key),
             lambda answer: self._slots(answer) if answer.success and answer.payload else None,
         )
 
     def release(self, number: int, key: Any) -> None:
         """End reading; waits for nothing."""
-        self._call(RELEASE, number, key)
+        self._call(hit_places.RELEASE, number, key)
 
     def reserve(self, number: int, key: Any, skipped: Skipped) -> Answer[ObjectSlots]:
         """Ask where to store chunks: nowhere if the server fails."""
@@ -81,11 +67,11 @@ class ServerPlaces:
         tokens = key.token_ids if tokens is None else tokens
         without = tuple(map(tuple, skipped))
         asked = Reservation(self._hit(number, key), self._sizes, without, tokens)
-        return _Coming(self._send(RESERVE, sent(asked)), self._slots)
+        return _Coming(self._send(hit_places.RESERVE, sent(asked)), self._slots)
 
     def commit(self, number: int, key: Any) -> Answer[bool]:
         """End writing."""
-        asked = self._call(COMMIT, number, key)
+        asked = self._call(hit_places.COMMIT, number, key)
         return _Coming(asked, lambda answer: bool(answer.success and answer.payload))
 
     def give_up(self, number: int) -> None:

@@ -48,14 +48,11 @@ class _Step(NamedTuple):
 
 
 class LoadPolicy:
-    """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take.
-
-    Attributes:
-        loads: `always` never computes a hit; `step` or `async` leaves no choice. It is `async`
-            unless vLLM's scheduler begins a request anew whose load inside a step failed.
-    """
+    """Chooses how the hits of one scheduler's requests are loaded, by what steps and loads take."""
 
     def __init__(self, tuning: Tuning, clock: Callable[[], float] = time.perf_counter) -> None:
+        # `always` never computes a hit; `step` or `async` leaves no choice. It is `async` unless
+        # vLLM's scheduler begins a request anew whose load inside a step failed.
         self.loads: Loads = "async"
         self._tuning = tuning
         self._clock = clock
@@ -103,11 +100,9 @@ class LoadPolicy:
     ) -> tuple[int | None, int]:
         """Begin a step that vLLM has decided on, with requests whose loads are `inside` it.
 
-        Those that are `waiting` begin to wait for theirs.
-
-        Returns:
-            The number by which workers report that it has ended, None if nothing depends on it; and
-            how many requests in it are computed, though they could be loaded.
+        Those that are `waiting` begin to wait for theirs. Return the number by which workers report
+        that it has ended, None if nothing depends on it; and how many requests in it are computed,
+        though they could be loaded.
         """
         self._waiting.update(waiting)
         self._running = set(step.num_scheduled_tokens)

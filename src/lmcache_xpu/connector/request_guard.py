@@ -55,15 +55,11 @@ class _Load(NamedTuple):
 
 
 class Promises:
-    """The loads that one scheduler has promised to vLLM, until a step describes them to workers.
-
-    Args:
-        block_tokens: tokens of a block of the KV cache group that keeps all of a prompt; None
-            where none does.
-    """
+    """The loads that one scheduler has promised to vLLM, until a step describes them to workers."""
 
     def __init__(self, block_tokens: int | None) -> None:
         self.broken: set[str] = set()  # requests of which LMCache is shown nothing
+        # Of the KV cache group that keeps all of a prompt; None where none does.
         self._block_tokens = block_tokens
         self._promised: dict[str, tuple[int, bool]] = {}  # kept tokens, and whether it waits
         self._loads: dict[str, _Load] = {}  # of the next step, by request

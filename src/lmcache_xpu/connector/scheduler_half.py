@@ -18,7 +18,7 @@ from lmcache_xpu.connector.step import Step, WorkerReport, may_load_in_steps, wr
 from lmcache_xpu.connector.tracked_request import BlockSizes, TrackedRequest
 from lmcache_xpu.model.kv_cache_groups import CacheGroup, block_tokens
 from lmcache_xpu.transfer.tuning import TUNING
-from lmcache_xpu.vllm_hooks.worker_hooks import worker_connector
+from lmcache_xpu.vllm_hooks.worker_hooks import worker_half
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from lmcache_xpu.connector.worker_half import WorkerHalf
 
 LOADS, ANSWERS = "xpu.loads", "lmcache.mp.save_decode_cache"
 
@@ -55,7 +53,7 @@ class SchedulerHalf:
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         # A server does not say where the attention of prompts parts: it keeps all windows.
         kept = groups if client.local else [group for group in groups if group.recurrent]
-        self._ends = HitEnds.of(kept, client.chunk_tokens)
+        self._ends = HitEnds(kept, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._given_up: set[str] = set()  # requests for which nothing is looked up
@@ -64,9 +62,6 @@ class SchedulerHalf:
         # Of several groups some need the end of a prefix alone.
         self._shares = len(groups) == 1 and config.cache_config.enable_prefix_caching
         self._stores_answers = bool(options.get(ANSWERS, False))
-        self._stores = config.kv_transfer_config.is_kv_producer
-        # Engines that share requests may compute in step: one that waits holds the others up.
-        self._has_other_engines = config.parallel_config.data_parallel_size > 1
         self._states = sum(group.recurrent for group in groups)
         is_inside = may_load_in_steps(config, kv_cache_config, groups, is_local=bool(client.local))
         self._chosen_loads: Any = options.get(LOADS, "auto") if is_inside else "async"
@@ -86,11 +81,8 @@ class SchedulerHalf:
     def arrived(self, request: Request) -> None:
         """Begin to look a request up that has come, while vLLM schedules those before it."""
         # What a session goes on with is not clear yet, nor which epoch vLLM's own blocks are of.
-        if not (
-            request.skip_reading_prefix_cache
-            or getattr(request, "resumable", False)
-            or self._keys.is_mixed
-        ):
+        is_clear = not (getattr(request, "resumable", False) or self._keys.is_mixed)
+        if is_clear and not request.skip_reading_prefix_cache:
             self._lookups.begin(self._tracked(request, 0).whole_chunks())
 
     def matched_tokens(self, request: Request, kept: int) -> tuple[int | None, bool]:
@@ -111,29 +103,27 @@ class SchedulerHalf:
             tracked = self._tracked(request, kept, anew=True)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
-            if self._ends is not None:
-                self._ends.begin(request, kept, 0)
+            self._ends.begin(request, kept, 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
-        is_alone = self.policy.is_alone(name) and not self._has_other_engines
+        # Engines that share requests may compute in step: one that waits holds the others up.
+        has_other_engines = self._config.parallel_config.data_parallel_size > 1
+        is_alone = self.policy.is_alone(name) and not has_other_engines
         chunks = tracked.whole_chunks()
-        hit = self._lookups.find(chunks, is_alone=is_alone)
-        if hit is None:
+        if (hit := self._lookups.find(chunks, is_alone=is_alone)) is None:
             return None, True
         tracked.looked_up(hit, kept)
-        if self._ends is not None:
-            shared = self._lookups.shared(chunks) if hit < chunks.end else hit
-            self._ends.begin(request, max(hit, kept), shared)
+        shared = self._lookups.shared(chunks) if self._ends and hit < chunks.end else hit
+        self._ends.begin(request, max(hit, kept), shared)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
             return 0, False
-        if self._states and mode == "step" and not self._has_room(request):
-            mode = "async"
-        tracked.in_step = mode == "step"
-        self.promises.promise(name, kept, waits=mode == "async")
-        return tokens, mode == "async"
+        waits = mode == "async" or (self._states > 0 and not self._has_room(request))
+        tracked.in_step = not waits
+        self.promises.promise(name, kept, waits=waits)
+        return tokens, waits
 
     def _has_room(self, request: Request) -> bool:
         """Whether vLLM has all blocks of a request whose states are loaded inside its step.
@@ -183,8 +173,7 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
-        if self._ends is not None:
-            self._ends.finished(name)
+        self._ends.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -196,7 +185,7 @@ class SchedulerHalf:
             salt, may_store = self._keys.admit(request, kept)
             keys = None if local is None else local.prompt_keys(salt)
             tracked = self._requests[name] = TrackedRequest(request, salt, self._sizes, keys)
-            if not (self._stores and may_store):
+            if not (may_store and self._config.kv_transfer_config.is_kv_producer):
                 tracked.most_stored = 0
         return tracked
 
@@ -207,10 +196,8 @@ class SchedulerHalf:
         self._lookups.end_step()
         self._forget_broken()
         self._store_no_more(self._keys.outdated())  # an adapter's files have changed
-        inside: dict[str, TokenRange] = {}
-        waiting: dict[str, TokenRange] = {}
-        for name, load in self._loads.items():
-            (inside if self._requests[name].in_step else waiting)[name] = load
+        inside = {name: load for name, load in self._loads.items() if self._requests[name].in_step}
+        waiting = {name: load for name, load in self._loads.items() if name not in inside}
         stores = list(self._stores_of(output))
         sources = {}
         if self.policy.loads != "async" and (whole := self._whole) is not None:
@@ -235,7 +222,7 @@ class SchedulerHalf:
             self._keys.epoch,
         )
         self._loads.clear()
-        if step.loads and (worker := self._worker) is not None:
+        if step.loads and (worker := worker_half(self._config)) is not None:
             with guarded("begin_ahead"):  # else `begin_step` asks for all of it
                 worker.begin_ahead(step)
         return step
@@ -244,12 +231,9 @@ class SchedulerHalf:
         """Return what the workers must know of a step whose description failed: no transfers."""
         self.promises.fail_step(output.num_scheduled_tokens)
         self._forget_broken()
-        return Step(
-            written_blocks(output, self._sizes.block_tokens),
-            output.total_num_scheduled_tokens,
-            unserved=self.promises.describe(),
-            epoch=self._keys.epoch,
-        )
+        written = written_blocks(output, self._sizes.block_tokens)
+        tokens, unserved = output.total_num_scheduled_tokens, self.promises.describe()
+        return Step(written, tokens, unserved=unserved, epoch=self._keys.epoch)
 
     def end_step(self, report: WorkerReport, arrived: Iterable[str]) -> None:
         """Take what the workers report after a step, and whose loads have ended."""
@@ -270,7 +254,7 @@ class SchedulerHalf:
             if not tracked.has_blocks:  # it asks again
                 self._lookups.give_back(request_id)
                 del self._requests[request_id]
-        is_drained = (worker := self._worker) is None or worker.drain()
+        is_drained = (worker := worker_half(self._config)) is None or worker.drain()
         return self._lookups.reset() and is_drained
 
     def shutdown(self) -> None:
@@ -293,13 +277,12 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
-            if self._ends is not None:
-                self._ends.go_on(tracked.request, end)
+            self._ends.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)
             if store is not None:
-                yield store if self._ends is None else self._ends.kept(store)
+                yield self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -313,8 +296,3 @@ class SchedulerHalf:
             if (load := self._loads.pop(name, None)) is not None:  # no worker gives its locks back
                 with guarded("build_connector_meta"):
                     self._lookups.release(load, load.end)
-
-    @property
-    def _worker(self) -> WorkerHalf | None:
-        """The worker's half of the same engine, where it is in this process."""
-        return getattr(worker_connector(self._config), "worker_half", None)

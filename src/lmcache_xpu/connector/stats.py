@@ -69,9 +69,8 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
             _add_up(counts, stats[COUNTS])
             _add_up(levels, stats[LEVELS])
         shown: dict[str, int | float] = {}
-        for flow in sorted(
-            key.removeprefix("bytes ") for key in counts if key.startswith("bytes ")
-        ):
+        flows = (key.removeprefix("bytes ") for key in counts if key.startswith("bytes "))
+        for flow in sorted(flows):
             name = flow.replace(" ", "_")
             shown[f"{name}_tokens"] = int(counts.get(f"tokens {flow}", 0))
             shown[f"{name}_mib"] = round(counts[f"bytes {flow}"] / MIB, 1)

@@ -67,9 +67,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # untyped 
 
 
 def written_blocks(
-    step: SchedulerOutput,
-    block_tokens: Iterable[int],
-    loads: Iterable[TokenRange] = (),
+    step: SchedulerOutput, block_tokens: Iterable[int], loads: Iterable[TokenRange] = ()
 ) -> frozenset[int]:
     """Return the IDs of blocks that a step may write: those that requests did not have before.
 

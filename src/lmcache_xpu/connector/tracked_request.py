@@ -52,11 +52,6 @@ class BlockSizes:
             keeps_last=mode in ("align", "all"),
         )
 
-    @property
-    def alignment(self) -> int:
-        """Tokens at a multiple of which a block ends in each group."""
-        return math.lcm(*filter(None, self.block_tokens))
-
 
 class TrackedRequest:
     """A request, from its first look-up to its end or its preemption.
@@ -104,7 +99,8 @@ class TrackedRequest:
 
     def looked_up(self, hit: int, kept: int) -> None:
         """Take how many tokens are in the server, and in vLLM's own prefix cache."""
-        alignment = self.sizes.alignment
+        # A block ends at a multiple of so many tokens in each group.
+        alignment = math.lcm(*filter(None, self.sizes.block_tokens))
         self.hit = self.stored = hit
         self.kept = kept // alignment * alignment
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache.integration.vllm.utils import calculate_draft_layers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_xpu.cache.protocol import Cache, TokenRange
+from lmcache_xpu.cache.protocol import Cache
 from lmcache_xpu.connector.request_guard import Unserved
 from lmcache_xpu.connector.step import Step, WorkerReport, awaiting_layers, may_run_as_one_graph
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, block_ids
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfers import Transfers
 from lmcache_xpu.metrics import loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +70,8 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV cache, and register it with the server.
 
-        Raises:
-            LayoutError: a KV cache that can't be read.
-            SettingsError: the server lends no memory, or answers no look-up.
+        Raises LayoutError for a KV cache that can't be read, and SettingsError if the server lends
+        no memory, or answers no look-up.
         """
         staging = self._options.get(STAGING_MIB)
         staging_bytes = None if staging is None else int(staging) * 2**20
@@ -162,18 +160,10 @@ class WorkerHalf:
 
     def _refused(self, step: Step) -> Step:
         """Return a step whose loads count as failed, and which stores nothing."""
-        blocks = step.unserved.blocks.union(*map(self._loaded_blocks, step.loads))
-        waiting = {load.request_id: self._loaded_blocks(load) for load in step.waiting}
+        blocks = step.unserved.blocks.union(*(block_ids(load, self._groups) for load in step.loads))
+        waiting = {load.request_id: block_ids(load, self._groups) for load in step.waiting}
         unserved = Unserved(blocks, {**step.unserved.waiting, **waiting})
         return replace(step, stores=(), loads=(), waiting=(), sources={}, unserved=unserved)
-
-    def _loaded_blocks(self, load: TokenRange) -> frozenset[int]:
-        return frozenset(
-            block
-            for group in self._groups
-            for block in load.blocks[group.number][load.kept // group.block_tokens :]
-            if block != NULL_BLOCK
-        )
 
     # What vLLM and the scheduler's half ask for
 

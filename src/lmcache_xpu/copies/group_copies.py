@@ -33,20 +33,28 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Layers of a group whose blocks are alike, and where they lie in an object."""
+    """Layers of a group whose blocks are alike; they lie in an object behind the part before."""
 
     names: tuple[str, ...]  # of the layers; a layer of several pages is there as often
     stager: Stager
     form: HostFormat
-    start: int
-    nbytes: int
+    nbytes: int  # in an object
+
+
+def block_ids(tokens: TokenRange, groups: Iterable[CacheGroup]) -> frozenset[int]:
+    """Return the blocks that a range is stored from or loaded to; vLLM numbers groups together."""
+    return frozenset(
+        block
+        for group in groups
+        for block in tokens.blocks[group.number][tokens.kept // group.block_tokens :]
+        if block != NULL_BLOCK
+    )
 
 
 class GroupCopies:
     """Stores and loads chunks of one group of the engine's KV caches, with so many blocks.
 
-    Raises:
-        LayoutError: layers that can't be read as blocks, or blocks that a chunk would cut.
+    Raises LayoutError for layers that can't be read as blocks, or blocks that a chunk would cut.
     """
 
     def __init__(
@@ -75,7 +83,6 @@ class GroupCopies:
         ]
         self._dtypes = {getattr(kv_caches[name], "dtype", None) for name in group.layers}
         self.parts: list[_Part] = []
-        start = 0
         for (size, _), alike in itertools.groupby(
             pages, key=lambda named: (named[1].shape, named[1].stride())
         ):
@@ -85,9 +92,8 @@ class GroupCopies:
                 stager = Stager(view, staging_bytes)
             nbytes = view.layers * self._chunk_blocks * size[1]
             form = HostFormat(view.layers, view.planes, "layers")
-            self.parts.append(_Part(names, stager, form, start, nbytes))
-            start += nbytes
-        self.object_bytes = start + SEAL_BYTES
+            self.parts.append(_Part(names, stager, form, nbytes))
+        self.object_bytes = sum(part.nbytes for part in self.parts) + SEAL_BYTES
         self.device = self.parts[0].stager.device
         words = (f"{part.form.layers}x{part.nbytes}" for part in self.parts)
         self.layout = f"group {group.number} of {group.block_tokens}: {' '.join(words)}"
@@ -95,8 +101,7 @@ class GroupCopies:
     def hold_float8(self) -> None:
         """Have objects hold elements as float8 from now on; called before any is copied.
 
-        Raises:
-            LayoutError: states, or elements of several types or of one byte.
+        Raises LayoutError for states, or elements of several types or of one byte.
         """
         dtype, *others = self._dtypes
         if self.group.recurrent or others or dtype not in _WIDE:
@@ -106,14 +111,10 @@ class GroupCopies:
                 f"keys and values of {', '.join(map(str, _WIDE))}",
                 "Leave tier_dtype unset: this model is stored as it is.",
             )
-        start, parts = 0, self.parts
-        self.parts = []
-        for part in parts:
+        for part in self.parts:
             part.stager.hold_float8(dtype)
-            nbytes = part.nbytes // dtype.itemsize
-            self.parts.append(replace(part, start=start, nbytes=nbytes))
-            start += nbytes
-        self.object_bytes = start + SEAL_BYTES
+        self.parts = [replace(part, nbytes=part.nbytes // dtype.itemsize) for part in self.parts]
+        self.object_bytes = sum(part.nbytes for part in self.parts) + SEAL_BYTES
 
     def chunks(self, tokens: TokenRange, *, loading: bool = False) -> list[list[int]]:
         """Return the group's blocks of a range, chunk by chunk.
@@ -154,15 +155,10 @@ class GroupCopies:
         self,
         chunks: Sequence[list[int]],
         objects: Sequence[torch.Tensor],
-        places: Sequence[Sequence[int]],
-        starts: Sequence[int],
+        places: Sequence[Sequence[int]],  # of each part's layers, among all layers of the engine
+        starts: Sequence[int],  # first layer of each layer group, of all layers of the engine
     ) -> Iterator[LayerCopy]:
-        """Yield a load, as `load`, by layer groups; enqueues nothing.
-
-        Args:
-            places: of the layers of each part, among all layers of the engine.
-            starts: first layer of each layer group, of all layers of the engine.
-        """
+        """Yield a load, as `load`, by layer groups; enqueues nothing."""
         cuts = []
         for of_part in places:
             groups = [bisect.bisect_right(starts, place) for place in of_part]
@@ -188,8 +184,10 @@ class GroupCopies:
         numbers = torch.frombuffer(blocks, dtype=torch.int64)
         if NULL_BLOCK in blocks:
             numbers[numbers == NULL_BLOCK] = -1
+        start = 0
         for part, first in zip(self.parts, starts, strict=False):
             # Not shared: each part uploads its rows in its own stream, which no other waits for.
             rows = RequestRows(part.stager.view, numbers, spans)
-            memory = HostMemory([obj[part.start : part.start + part.nbytes] for obj in objects])
+            memory = HostMemory([obj[start : start + part.nbytes] for obj in objects])
+            start += part.nbytes
             yield part.stager, part.stager.plan(part.form, rows, first), memory

@@ -79,8 +79,7 @@ class Moves:
     def store(self, transfer: Transfer, tokens: TokenRange, event: Event) -> None:
         """Store chunks, behind an event of the engine, and wait until the server has them.
 
-        Raises:
-            GivenUpError: for a reason of the metrics; others as they come.
+        Raises GivenUpError for a reason of the metrics; others as they come.
         """
         key = self._client.key(tokens, worker=True)
         chunks = [copies.chunks(tokens) for copies in self._groups]
@@ -148,8 +147,7 @@ class Moves:
     def ask(self, tokens: TokenRange) -> Question:
         """Ask where chunks are that were promised; `end_load` has to follow if the server has them.
 
-        Raises:
-            GivenUpError: the server is lost.
+        Raises GivenUpError if the server is lost.
         """
         key = self._client.key(tokens, worker=True)
         begun, memory, number = time.monotonic(), self._server.lent, next(self._numbers)

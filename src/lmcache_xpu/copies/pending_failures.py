@@ -71,8 +71,7 @@ class Outcomes:
     @property
     def pending(self) -> bool:
         """Whether any is undecided."""
-        with self._lock:
-            return bool(self._undecided)
+        return bool(self._undecided)
 
     def forget(self, written: Collection[int]) -> None:
         """Forget which blocks were left unfilled, of those that requests have got anew."""

@@ -26,13 +26,12 @@ import torch
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.cache.seals import SEAL_BYTES
 from lmcache_xpu.cache.server import Question
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, block_ids
 from lmcache_xpu.copies.load_pipelines import LayerCopy, LoadPipeline, group_starts
 from lmcache_xpu.copies.moves import Located, Moves
 from lmcache_xpu.copies.pending_failures import Outcome, Outcomes
 from lmcache_xpu.errors import TransferError
 from lmcache_xpu.metrics import Flow, fallback, loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event
 from lmcache_xpu.transfer.tuning import TUNING
 
@@ -59,20 +58,14 @@ class _Load:
 
 
 class StepLoads:
-    """The loads of the steps of a worker. Called by the engine's thread.
-
-    Args:
-        layers: names of the layers that `before_layer` is called for, in the order of the engine.
-            Where others are loaded, a step waits for all of its loads first.
-        draft_layers: so many layers at the end are a drafter's.
-    """
+    """The loads of the steps of a worker. Called by the engine's thread."""
 
     def __init__(
         self,
         moves: Moves,
         groups: Sequence[GroupCopies],
-        layers: Iterable[str],
-        draft_layers: int,
+        layers: Iterable[str],  # that `before_layer` is called for, in the order of the engine
+        draft_layers: int,  # so many at the end are a drafter's
         flow: Flow,
         failed: Callable[[str, Exception], None],
     ) -> None:
@@ -84,6 +77,7 @@ class StepLoads:
         pages = Counter(name for each in in_layers for part in each.parts for name in part.names)
         named = [name for name in layers if name in pages]
         stored = list(dict.fromkeys([*named, *pages]))
+        # Where other layers are loaded, a step waits for all of its loads first.
         self._waits_for_all = len(named) < len(stored)
         order = [name for name in stored for _ in range(pages[name])]
         self._pages = len(order)
@@ -116,8 +110,8 @@ class StepLoads:
     def ask(self, load: TokenRange) -> None:
         """Ask where chunks are that this step loads, but what vLLM keeps."""
         chunks = [copies.chunks(load, loading=True) for copies in self._groups]
-        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        outcome = self.outcomes.expect(set(blocks) - {NULL_BLOCK})
+        blocks = block_ids(load, [copies.group for copies in self._groups])
+        outcome = self.outcomes.expect(blocks)
         loaded("step")
         try:
             asked = self._moves.ask(load)

@@ -21,16 +21,12 @@ class Phase(enum.Enum):
 
 
 class Transfer:
-    """A store or a load of a request, which reads or writes these blocks of the engine.
-
-    Attributes:
-        result: whether it succeeded; None until it has ended.
-    """
+    """A store or a load of a request, which reads or writes these blocks of the engine."""
 
     def __init__(self, request: str, blocks: frozenset[int]) -> None:
         self.request = request
         self.blocks = blocks
-        self.result: bool | None = None
+        self.result: bool | None = None  # whether it succeeded; None until it has ended
         self.read: list[Event] = []  # the engine's blocks were read
         self._phase = Phase.ASKING
         self._changed = threading.Condition()

@@ -6,7 +6,6 @@ Loads inside steps are in `step_loads`; all others, and stores, are here, in thr
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,13 +15,12 @@ from lmcache.v1.multiprocess.custom_types import RegisterEngineDrivenContextPayl
 
 from lmcache_xpu.cache.protocol import Cache, TokenRange
 from lmcache_xpu.cache.server import GivenUpError, LentMemory, Server
-from lmcache_xpu.copies.group_copies import GroupCopies
+from lmcache_xpu.copies.group_copies import GroupCopies, block_ids
 from lmcache_xpu.copies.moves import Moves
 from lmcache_xpu.copies.step_loads import StepLoads
 from lmcache_xpu.copies.transfer_queue import Transfer, TransferQueue
 from lmcache_xpu.errors import LMCacheXPUError
 from lmcache_xpu.metrics import Flow, fallback, loaded
-from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK
 from lmcache_xpu.transfer.devices import Event, event_at
 
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
@@ -47,7 +45,7 @@ class Transfers:
         layers: Iterable[str],
         draft_layers: int = 0,
     ) -> None:
-        self.groups = groups
+        self.groups, self._kv_groups = groups, [copies.group for copies in groups]
         if client.local is not None and client.local.is_float8:
             for copies in groups:
                 copies.hold_float8()
@@ -165,7 +163,7 @@ class Transfers:
 
         `sources` are the block IDs that they were computed from; empty where no step loads.
         """
-        transfer = self._transfer(chunks)
+        transfer = Transfer(chunks.request_id, block_ids(chunks, self._kv_groups))
         gates = [self.in_steps.outcomes.gate(sources)] if sources else []
         move = functools.partial(self._moves.store, transfer, chunks, event)
         self._stores.add(transfer, *gates, move)
@@ -173,17 +171,11 @@ class Transfers:
 
     def load(self, chunks: TokenRange, event: Event) -> Transfer:
         """Load chunks, behind an event of the engine; `take_ended` names their request."""
-        transfer = self._transfer(chunks, loading=True)
+        transfer = Transfer(chunks.request_id, block_ids(chunks, self._kv_groups))
         loaded("async")
         self._waited.append(transfer)
         self._loads.add(transfer, functools.partial(self._moves.load, transfer, chunks, event))
         return transfer
-
-    def _transfer(self, tokens: TokenRange, *, loading: bool = False) -> Transfer:
-        """Return a transfer of all groups' blocks; vLLM numbers them together."""
-        chunks = [copies.chunks(tokens, loading=loading) for copies in self.groups]
-        blocks = itertools.chain.from_iterable(itertools.chain.from_iterable(chunks))
-        return Transfer(tokens.request_id, frozenset(blocks) - {NULL_BLOCK})
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:
         """Count loads as failed that nobody described: block IDs by request that waits."""

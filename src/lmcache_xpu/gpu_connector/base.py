@@ -26,21 +26,6 @@ from lmcache_xpu.versions.lmcache import GPUConnectorInterface
 class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped base
     """A connector between vLLM's paged KV cache and LMCache's memory objects.
 
-    Args:
-        hidden_dim_size: elements of one token in one plane: heads x head size.
-        num_layers: layers of the model.
-        use_gpu, use_xpu: accepted for LMCache; where the memory is decides on staging.
-        chunk_size: LMCache's tokens per chunk; None where the caller does not know.
-        dtype: of LMCache's host memory; None accepts the engine's.
-        device: of the engine's KV cache; None accepts any.
-        use_mla: the model has one latent plane instead of keys and values.
-        layout_hints: `{"kv_layout": name}` as the engine names its memory order.
-        opaque_blocks: see `PagedView.from_engine`.
-        staging_bytes: see `Stager`.
-        layer_major: of a standard connector: in host memory of the shape of LMCache's format,
-            `[planes, layers, ...]`, lie the bytes of `[layers, planes, ...]`, so that a layer of a
-            chunk is one segment.
-
     Raises SettingsError for an unknown option.
     """
 
@@ -49,18 +34,20 @@ class PagedMemConnector(GPUConnectorInterface):  # type: ignore[misc]  # untyped
 
     def __init__(
         self,
-        hidden_dim_size: int,
+        hidden_dim_size: int,  # elements of one token in one plane: heads x head size
         num_layers: int,
-        use_gpu: bool = False,
+        use_gpu: bool = False,  # as the next for LMCache; where the memory is decides on staging
         *,
         use_xpu: bool = False,
-        chunk_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        use_mla: bool = False,
-        layout_hints: Mapping[str, str] | None = None,
-        opaque_blocks: bool = False,
-        staging_bytes: int | None = None,
+        chunk_size: int | None = None,  # LMCache's tokens; None where the caller does not know
+        dtype: torch.dtype | None = None,  # of LMCache's host memory; None accepts the engine's
+        device: torch.device | str | None = None,  # of the engine's KV cache; None accepts any
+        use_mla: bool = False,  # one latent plane instead of keys and values
+        layout_hints: Mapping[str, str] | None = None,  # {"kv_layout": the engine's memory order}
+        opaque_blocks: bool = False,  # see `PagedView.from_engine`
+        staging_bytes: int | None = None,  # see `Stager`
+        # Of a standard connector: host memory of the shape of LMCache's format, `[planes, layers,
+        # ...]`, has the bytes of `[layers, planes, ...]`, so that a chunk's layer is one segment.
         layer_major: bool = False,
         **unknown: Any,
     ) -> None:

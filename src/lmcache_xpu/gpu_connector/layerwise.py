@@ -99,11 +99,8 @@ class VLLMPagedMemLayerwiseXPUConnector(PagedMemConnector):
 
         Each step enqueues a layer behind what the engine has enqueued, and returns when the layer
         before is complete on the host. `memory_objs` are `[layer][chunk]`; chunks need not follow
-        each other. The other arguments are those of `plan`.
-
-        Raises:
-            TransferError: arguments that don't fit; nothing was changed.
-            LayoutError: a KV cache that can't be read.
+        each other. The other arguments are those of `plan`. Raises as `plan` and `memory`, or
+        TransferError for objects of too few or too many layers; nothing was changed then.
         """
         stager, plan = self.plan(starts, ends, kwargs, loading=False)
         if len(memory_objs) != self.num_layers:

@@ -36,11 +36,8 @@ class VLLMPagedMemXPUConnectorV2(PagedMemConnector):
         """Load chunks into the engine's KV cache, from a memory object each; else see `plan`.
 
         The copies run behind what the engine has enqueued and before what it enqueues next; host
-        memory may be reused as soon as this returns.
-
-        Raises:
-            TransferError: arguments that don't fit; nothing was changed.
-            LayoutError: a KV cache that can't be read.
+        memory may be reused as soon as this returns. Raises as `plan` and `memory`; nothing was
+        changed then.
         """
         stager, plan = self.plan(starts, ends, kwargs, loading=True)
         memory = self.memory(stager, memory_objs, starts, ends, loading=True)

@@ -18,20 +18,8 @@ from lmcache.v1.distributed.api import AttnWindowDesc
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
-from lmcache_xpu.cache.hit_places import (
-    ALIGN,
-    COMMIT,
-    LOCATE,
-    REGISTER,
-    RELEASE,
-    RESERVE,
-    Groups,
-    Hit,
-    Reservation,
-    needed_chunks,
-    received,
-    sent,
-)
+from lmcache_xpu.cache import hit_places
+from lmcache_xpu.cache.hit_places import Groups, Hit, Reservation, needed_chunks, received, sent
 from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.server.server_socket import listen_at, refuse_inline_tensors
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
@@ -86,7 +74,7 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
 
     # Questions
 
-    @server_module_handler(ALIGN)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.ALIGN)  # type: ignore[untyped-decorator]
     def align(self, payload: bytes) -> bytes:
         """Return the tokens of a chunk, rounded up to a multiple of what the first engine asks for.
 
@@ -101,7 +89,7 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
             self._is_aligned = True
         return str(context.chunk_size).encode()
 
-    @server_module_handler(REGISTER)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.REGISTER)  # type: ignore[untyped-decorator]
     def register(self, payload: bytes) -> bytes:
         """Let look-ups of an engine know its groups; without groups, forget a worker that ends."""
         groups = received(payload, Groups)
@@ -120,12 +108,9 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
                 self._groups[groups.instance_id] = groups
         return b""
 
-    @server_module_handler(LOCATE)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.LOCATE)  # type: ignore[untyped-decorator]
     def locate(self, payload: bytes) -> bytes:
-        """Return where the chunks of a hit are; nothing if one is not there, as LMCache does.
-
-        They stay locked, as their look-up has locked them, until `release`.
-        """
+        """Return where a hit's chunks are, locked until `release`; nothing if one is missing."""
         hit = received(payload, Hit)
         session = self._context.session_manager.get(hit.request_id)
         if session is None or (asked := session.lookup_ipc_key) is None:
@@ -138,18 +123,15 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
         rows = self._room.locate(hit, prompt, first, needed_chunks(last - first, hit.windows))
         return b"" if rows is None else sent(rows)
 
-    @server_module_handler(RELEASE)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.RELEASE)  # type: ignore[untyped-decorator]
     def release(self, payload: bytes) -> bytes:
         """Unlock the chunks of a hit, of which a worker reads nothing any more."""
         self._room.release(received(payload, Hit))
         return b""
 
-    @server_module_handler(RESERVE)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.RESERVE)  # type: ignore[untyped-decorator]
     def reserve(self, payload: bytes) -> bytes:
-        """Return where to store chunks that are not there, as far as there is room.
-
-        Nobody else sees them until `commit`.
-        """
+        """Return where to store chunks, as far as there is room; hidden until `commit`."""
         hit, sizes, skipped, tokens = received(payload, Reservation)
         key = make_key(tokens, **{name: getattr(hit, name) for name in hit._fields[2:-1]})
         layouts = [object_layout(size) for size in sizes]
@@ -157,7 +139,7 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
         prompt = self._prompt(key, len(sizes))
         return sent(self._room.reserve(hit, prompt, first, skipped, layouts))
 
-    @server_module_handler(COMMIT)  # type: ignore[untyped-decorator]
+    @server_module_handler(hit_places.COMMIT)  # type: ignore[untyped-decorator]
     def commit(self, payload: bytes) -> bytes:
         """Publish chunks that are written; says whether they were still reserved."""
         return b"1" if self._room.commit(received(payload, Hit)) else b""

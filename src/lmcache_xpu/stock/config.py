@@ -78,8 +78,7 @@ def make_hash_safe(config: LMCacheEngineConfig, extra: dict[str, Any]) -> None:
     is_python_hash = config.pre_caching_hash_algorithm == "builtin"
     if not is_python_hash or os.environ.get("PYTHONHASHSEED", "random") != "random":
         return
-    config.pre_caching_hash_algorithm = SAFE_HASH
-    extra["lmcache.pre_caching_hash_algorithm"] = SAFE_HASH
+    config.pre_caching_hash_algorithm = extra["lmcache.pre_caching_hash_algorithm"] = SAFE_HASH
     logger.warning(
         "PYTHONHASHSEED is not set: LMCache's keys use %s instead of Python's hash, which "
         "differs between processes (docs: troubleshooting#python-hash)",

@@ -29,7 +29,7 @@ def end_with_parent() -> None:
 
     Does nothing in a process that vLLM has not started: a user's script may outlive its shell.
     """
-    if _is_child() and not _watched.is_set():
+    if multiprocessing.parent_process() is not None and not _watched.is_set():
         _watched.set()
         threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 
@@ -46,14 +46,9 @@ def ending_on_failure() -> Iterator[None]:
         yield
     except BaseException:
         threading.Thread(target=_end_with_main_thread, daemon=True).start()
-        if _is_child():
+        if multiprocessing.parent_process() is not None:  # vLLM has started this one
             _end_soon()
         raise
-
-
-def _is_child() -> bool:
-    """Whether vLLM started this process."""
-    return multiprocessing.parent_process() is not None
 
 
 def _watch(parent: int) -> None:

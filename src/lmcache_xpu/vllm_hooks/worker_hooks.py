@@ -58,10 +58,10 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-def worker_connector(config: VllmConfig) -> Any:
-    """Return our connector of an engine's worker, if that is in this process; else None."""
+def worker_half(config: VllmConfig) -> Any:
+    """Return the worker's half of an engine's connector, if that is in this process; else None."""
     if not kv_transfer.has_kv_transfer_group():
         return None
     group: Any = kv_transfer.get_kv_transfer_group()
-    engine_id = config.kv_transfer_config.engine_id
-    return group if getattr(group, "engine_id", None) == engine_id else None
+    is_of_engine = getattr(group, "engine_id", None) == config.kv_transfer_config.engine_id
+    return getattr(group, "worker_half", None) if is_of_engine else None
