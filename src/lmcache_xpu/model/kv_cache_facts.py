@@ -118,10 +118,9 @@ def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool
 
 
 def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """Return the one spec that all layers share."""
     groups = [group for group in kv_cache_config.kv_cache_groups if vllm.is_transferred(group)]
-    specs: list[AttentionSpec] = []
-    for spec in (spec for group in groups for spec in layer_specs(group)):
+    specs: list[AttentionSpec] = [spec for group in groups for spec in layer_specs(group)]
+    for spec in specs:
         kind = type(spec).__name__
         if kind not in _SUPPORTED_KINDS:
             raise LayoutError(
@@ -130,7 +129,6 @@ def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                 "Serve this model without KV-cache offload.",
             )
         check_states(spec)
-        specs.append(spec)
     shapes = {
         (vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype)
         for spec in specs

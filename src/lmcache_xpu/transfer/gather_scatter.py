@@ -73,17 +73,13 @@ class TorchTransfer:
                 torch.index_select(window, 0, units, out=chunk.view(-1, window.shape[1]))
                 continue
             values = window.index_select(0, units)
-            if rows.host is None:
+            if (at := rows.host) is None:
                 chunk.copy_(values.view(chunk.shape))
             else:
-                at = rows.host
                 chunk[at // chunk.shape[1], at % chunk.shape[1]] = values.view(len(at), -1)
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of `source` into the view; the rest of the view stays as it is.
-
-        Arguments and streams as for `gather`.
-        """
+        """Copy mapped rows of `source` into the view, not the others; the rest as for `gather`."""
         for window, chunk, units in self._pairs(rows, source, first_layer):
             if (at := rows.host) is not None:
                 chunk = chunk[at // chunk.shape[1], at % chunk.shape[1]]
