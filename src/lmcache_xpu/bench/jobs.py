@@ -255,9 +255,9 @@ class Conversations:
             return later[-1]
 
         engine.forget()
-        prompts = [engine.prompt(self.history + self.new) for _ in range(self.users)]
         first = [
-            Request(prompt, self.answer, user * self.apart_s) for user, prompt in enumerate(prompts)
+            Request(engine.prompt(self.history + self.new), self.answer, user * self.apart_s)
+            for user in range(self.users)
         ]
         seconds = drive(engine, first, answered)
         gaps = [gap for request in first + later for gap in request.gaps_ms()]

@@ -38,8 +38,7 @@ class TorchTransfer:
     def of(cls, view: PagedView) -> TorchTransfer:
         """Prepare the transfer of a view; it holds no memory but an index per row."""
         size, (blocks, rows, heads, dim) = view.dtype.itemsize, view.shape
-        extents = zip(view.strides, view.shape, strict=True)
-        block, row, head, _ = (step * size if extent > 1 else 0 for step, extent in extents)
+        block, row, head, _ = (step * size for step in view.strides)
         run = dim * size
         if heads == 1 or head == run:  # the heads of a row lie side by side
             run, heads, head = heads * run, 1, 0

@@ -111,11 +111,8 @@ class TritonTransfer:
     def of(cls, view: PagedView) -> TritonTransfer:
         """Prepare the transfer of a view; it holds an address per layer and plane."""
         _, rows, heads, dim = view.shape
-        # The stride of a dimension of size 1 is never used, and may be anything.
-        extents = zip(view.strides, view.shape, strict=True)
-        *strides, _ = (stride if extent > 1 else 0 for stride, extent in extents)
-        merged = heads == 1 or strides[2] == dim
-        head = heads * dim if merged else dim
+        *strides, _ = view.strides
+        head = heads * dim if heads == 1 or strides[2] == dim else dim
         size = view.dtype.itemsize
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
         width = math.gcd(8, head * size, *(s * size for s in strides), *addresses)
