@@ -96,9 +96,7 @@ def link_gb_s(_engine: Engine, repeats: int, devices: int) -> dict[str, float]:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     size = 2**30 if device else 2**28
     names = [f"{device.type}:{number}" for number in range(devices)] if device else ["cpu"]
-    hosts = [
-        torch.empty(size, dtype=torch.uint8, pin_memory=device is not None).fill_(1) for _ in names
-    ]
+    hosts = [torch.ones(size, dtype=torch.uint8, pin_memory=device is not None) for _ in names]
     on_devices = [torch.ones(size, dtype=torch.uint8, device=name) for name in names]
     rates = {}
     for name, targets, sources in (("load", on_devices, hosts), ("store", hosts, on_devices)):
@@ -257,9 +255,9 @@ class Conversations:
             return later[-1]
 
         engine.forget()
-        prompts = [engine.prompt(self.history + self.new) for _ in range(self.users)]
         first = [
-            Request(prompt, self.answer, user * self.apart_s) for user, prompt in enumerate(prompts)
+            Request(engine.prompt(self.history + self.new), self.answer, user * self.apart_s)
+            for user in range(self.users)
         ]
         seconds = drive(engine, first, answered)
         gaps = [gap for request in first + later for gap in request.gaps_ms()]

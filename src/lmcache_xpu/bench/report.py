@@ -45,13 +45,12 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return all figures, those of each repeat and their medians, for a file."""
         names = self.shape.requests
-        medians = [{n: self.figures(r, n) for n in names if n in r.rounds} for r in self.results]
         return {
             "shape": self.shape.name,
             "requests": {name: asdict(request) for name, request in names.items()},
             "results": [
-                asdict(result) | {"medians": each}
-                for result, each in zip(self.results, medians, strict=True)
+                asdict(r) | {"medians": {n: self.figures(r, n) for n in names if n in r.rounds}}
+                for r in self.results
             ],
         }
 

@@ -26,6 +26,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.bench.jobs import Figures, Job, exactness, link_gb_s, warm_up
 from lmcache_xpu.bench.shapes import Shape
 from lmcache_xpu.bench.variants import Variant
+from lmcache_xpu.harness.random_model import llama_config
 from lmcache_xpu.launch.serve import built_for
 
 # vLLM keeps one core from its CPU worker, and with a KV connector another one: engines with and
@@ -95,11 +96,19 @@ class Child:
         """Return a job's answer; None, and the result has an error, if the engine failed."""
         if self.result.error is not None:
             return None
-        begin = time.monotonic()
+        answer, begin = None, time.monotonic()
         with self._console.status(f"{self.result.title}: {name}"):
-            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
+            with suppress(BrokenPipeError):  # it has ended, as is read below
                 self._connection.send(job)
-            answer = self._answer()
+            try:
+                if self._connection.poll(self._timeout_s):
+                    answer = self._connection.recv()
+                else:
+                    self.result.error = f"no answer within {self._timeout_s:.0f} s"
+            except (EOFError, ConnectionResetError):
+                code = self._process.wait()
+                self._log.seek(0)
+                self.result.error = _cause(self._log.read().splitlines()[-60:], code)
         self.result.seconds += time.monotonic() - begin
         return answer
 
@@ -116,17 +125,6 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._log.close()
-
-    def _answer(self) -> Any:
-        try:
-            if self._connection.poll(self._timeout_s):
-                return self._connection.recv()
-            self.result.error = f"no answer within {self._timeout_s:.0f} s"
-        except (EOFError, ConnectionResetError):
-            code = self._process.wait()
-            self._log.seek(0)
-            self.result.error = _cause(self._log.read().splitlines()[-60:], code)
-        return None
 
 
 def _cause(lines: list[str], code: int) -> str:
@@ -158,7 +156,8 @@ def run(
     length = shape.prompts[0].history
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as model:
-        shape.write(Path(model))
+        # The configuration alone: weights are made up when it is loaded.
+        (Path(model) / "config.json").write_text(json.dumps(llama_config(shape.model)))
         for group in [engines] if in_turn else [[variant] for variant in engines]:
             with ExitStack() as stack:
                 children = []

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_xpu.bench.jobs import Conversations, Decoding, Prompts
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.harness.random_model import DEMO, ModelSpec, llama_config
+from lmcache_xpu.harness.random_model import DEMO, ModelSpec
 from lmcache_xpu.launch.serve import built_for
 
 T = TypeVar("T")
@@ -65,10 +63,6 @@ class Shape:
             "storing": replace(self.decoding, new=True),
             "conversations": self.conversations,
         }
-
-    def write(self, directory: Path) -> None:
-        """Write the model's configuration; weights are made up when it is loaded."""
-        (directory / "config.json").write_text(json.dumps(llama_config(self.model)))
 
 
 def chosen(kind: str, choices: Mapping[str, T], names: Collection[str]) -> dict[str, T]:

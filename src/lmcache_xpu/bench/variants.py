@@ -95,5 +95,4 @@ def variants(shape: Shape) -> tuple[Variant, ...]:
 
 def variants_named(shape: Shape, names: Collection[str] = ()) -> list[Variant]:
     """Return the variants of these names, in their own order; all of them without names."""
-    by_name = {variant.name: variant for variant in variants(shape)}
-    return [*chosen("variant", by_name, names).values()]
+    return [*chosen("variant", {each.name: each for each in variants(shape)}, names).values()]

@@ -9,14 +9,13 @@ from typing import Literal
 
 from lmcache_xpu.errors import SettingsError, VersionError
 
-Outcome = Literal["ok", "warn", "fail", "skip"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check."""
 
-    outcome: Outcome  # ok; warn: it may run, not well; fail: it will not; skip: not looked at
+    # ok; warn: it may run, not well; fail: it will not; skip: not looked at
+    outcome: Literal["ok", "warn", "fail", "skip"]
     name: str  # of what was checked
     found: str  # the state of things, or why it was not looked at
     advice: str = ""  # what to do, if anything

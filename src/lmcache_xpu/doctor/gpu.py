@@ -73,7 +73,9 @@ def check_torch(facts: TorchFacts, settings: Settings) -> Check:
         )
     gpus = ", ".join(f"{gpu} ({size / 2**30:.0f} GiB)" for gpu, size in facts.gpus)
     if len(facts.gpus) < settings.devices:
-        state = f"{len(facts.gpus)} for {_devices(settings)}: {gpus}"
+        names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+        sizes = " x ".join(f"{n}={size}" for n in names if (size := getattr(settings, n)) > 1)
+        state = f"{len(facts.gpus)} for {sizes}: {gpus}"
         return fail(name, state, "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.")
     return ok(name, gpus)
 
@@ -120,8 +122,3 @@ def check_copy_engine(machine: Machine) -> Check:
         "Owners saw copies to the GPU hang while its copy engine was reset, and no longer with "
         "that variable at 1 (vllm#41663). Set it to 1, or to 0 if yours does not hang.",
     )
-
-
-def _devices(settings: Settings) -> str:
-    names = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-    return " x ".join(f"{n}={size}" for n in names if (size := getattr(settings, n)) > 1)

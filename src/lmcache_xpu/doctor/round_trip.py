@@ -66,8 +66,7 @@ def round_trips(device: torch.device) -> tuple[bool, bool | None]:
     def comes_back(*, idle: bool) -> bool:
         cache.zero_()
         stager.follow_engine()
-        plan = stager.plan(form, rows, range(LAYERS))
-        for group in plan.groups:
+        for group in stager.plan(form, rows, range(LAYERS)).groups:
             done = stager.load(group.pieces, memory, idle=idle)
         done.synchronize()
         return torch.equal(cache, expected)

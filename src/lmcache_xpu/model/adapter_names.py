@@ -8,13 +8,10 @@ its modification time, no program can set it back.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from pathlib import Path
 
-from lmcache_xpu.model.model_fingerprint import fingerprint
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
+from lmcache_xpu.model.model_fingerprint import fingerprint, logger
 
 _BEGAN_NS = time.time_ns()  # of this module, which comes with the connector, before any adapter
 _TICK_NS = 20_000_000  # by which a file's times may lie behind the clock

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
-from lmcache_xpu.model.kv_cache_groups import check_states, layer_specs
+from lmcache_xpu.model.kv_cache_groups import WHOLE, check_states, layer_specs
 from lmcache_xpu.model.layer_kinds import states_error
 from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.model.model_settings import settings_mark
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-# Groups that keep all of a request's tokens; only these can be restored from a prefix.
-_SUPPORTED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 # What vLLM may draft tokens with. The first keep no KV cache; the layers of the others are as the
 # model's own, and come behind them.
 _WITH_LAYERS = ("eagle", "eagle3", "mtp")
@@ -118,19 +116,17 @@ def check_chunks(facts: EngineFacts, *, chunk_size: int, save_unfull_chunk: bool
 
 
 def _only_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """Return the one spec that all layers share."""
     groups = [group for group in kv_cache_config.kv_cache_groups if vllm.is_transferred(group)]
-    specs: list[AttentionSpec] = []
-    for spec in (spec for group in groups for spec in layer_specs(group)):
+    specs: list[AttentionSpec] = [spec for group in groups for spec in layer_specs(group)]
+    for spec in specs:
         kind = type(spec).__name__
-        if kind not in _SUPPORTED_KINDS:
+        if kind not in WHOLE:  # only these can be restored from a prefix
             raise LayoutError(
                 f"a KV cache group of kind {kind}, which does not keep all of a prefix",
-                f"groups of {' or '.join(_SUPPORTED_KINDS)}",
+                f"groups of {' or '.join(WHOLE)}",
                 "Serve this model without KV-cache offload.",
             )
         check_states(spec)
-        specs.append(spec)
     shapes = {
         (vllm.kv_heads(spec), vllm.content_bytes(spec), spec.block_size, spec.dtype)
         for spec in specs

@@ -22,7 +22,8 @@ NULL_BLOCK = 0  # vLLM's: it holds nothing
 # Up to so many tokens of a prompt all windows are kept, and behind them one for as many.
 WINDOW_TOKENS = 8192
 
-_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
+# Layers that keep all of a request's tokens.
+WHOLE = ("FullAttentionSpec", "MLAAttentionSpec")
 _STRETCH, _STATE = "ChunkedLocalAttentionSpec", "MambaSpec"
 _WINDOW = ("SlidingWindowSpec", _STRETCH)
 _KEPT_STATES = ("align", "all")  # mamba_cache_mode: vLLM keeps a state at the end of blocks
@@ -123,10 +124,10 @@ def _window(spec: KVCacheSpec) -> tuple[int | None, bool]:
                 "Set --mamba-cache-mode align, with vLLM's prefix caching on.",
             )
         return spec.block_size, True
-    if kind not in (*_WHOLE, *_WINDOW):
+    if kind not in (*WHOLE, *_WINDOW):
         raise LayoutError(
             f"a KV cache group of kind {kind}",
-            f"groups of {', '.join((*_WHOLE, *_WINDOW, _STATE))}",
+            f"groups of {', '.join((*WHOLE, *_WINDOW, _STATE))}",
             "Serve this model without KV-cache offload.",
         )
     check_states(spec)

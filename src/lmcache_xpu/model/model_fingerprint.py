@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +56,19 @@ def fingerprint(model: str, commit: str | None = None) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def _samples(file: Path) -> list[bytes]:
-    """Return a list of tensors, and bytes from the middle of each, in the order of the file."""
+def _samples(file: Path) -> Iterator[bytes]:
+    """Yield a list of tensors, and bytes from the middle of each, in the order of the file."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             (length,) = struct.unpack("<Q", opened.read(8))
-            header = opened.read(length)
+            yield (header := opened.read(length))
             tensors: dict[str, Any] = json.loads(header)
             tensors.pop("__metadata__", None)
             spans = [entry["data_offsets"] for entry in tensors.values()]
             middles = sorted(8 + length + (begin + end) // 2 for begin, end in spans)
         else:
-            header = b""
             middles = [size * part // _SAMPLES for part in range(_SAMPLES)]
-        samples = [header]
         for middle in middles:
             opened.seek(middle)
-            samples.append(opened.read(_SAMPLE_BYTES))
-        return samples
+            yield opened.read(_SAMPLE_BYTES)

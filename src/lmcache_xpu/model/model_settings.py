@@ -69,7 +69,10 @@ def settings_mark(vllm_config: VllmConfig) -> str:
         for field in NAMED[name]
         if config is not None and (value := _changed(config, field)) is not None
     }
-    if (method := _quantization(model)) is not None:
+    # What the checkpoint is quantized by is in its files; this is done while it is loaded.
+    is_quantized = _of_files(model, "quantization_config", "compression_config")
+    method = getattr(model, "quantization", None)
+    if method not in (None, "gguf") and not is_quantized:
         changed["quantization"] = method
     changed |= _by_length(model) | _by_interleaving(getattr(vllm_config, "parallel_config", None))
     # vLLM itself sets what the model's files say, or float32.
@@ -94,14 +97,6 @@ def _changed(config: Any, name: str) -> Any:
     default = getattr(field.default, "default", field.default)  # of pydantic's field, or the value
     value = getattr(config, name)
     return value if value not in (default, None, "", {}, [], ()) else None
-
-
-def _quantization(model: ModelConfig) -> str | None:
-    """Return the method that quantizes a checkpoint while it is loaded; None if there is none."""
-    method = getattr(model, "quantization", None)
-    if method == "gguf" or _of_files(model, "quantization_config", "compression_config"):
-        return None
-    return method
 
 
 def _by_length(model: ModelConfig) -> dict[str, Any]:

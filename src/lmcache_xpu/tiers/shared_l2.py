@@ -30,7 +30,7 @@ from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
-from lmcache_xpu.tiers.task_results import Task, TaskAnswers
+from lmcache_xpu.tiers.task_results import NUMBERS, Task, TaskAnswers
 
 LOOKUP_S = 1.0  # in all, for which a request may wait
 LOAD_S = 8.0  # likewise; with what has come by then
@@ -63,12 +63,10 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Queue objects to be sent; dropped where too much waits already."""
-        task, size = self._stored.begin(), sum(obj.get_size() for obj in objects)
+        task, size = next(NUMBERS), sum(obj.get_size() for obj in objects)
         with self._queue_lock:
-            after = self._queued_bytes + size
-            fits = not self._queued_bytes or after <= self._queue_bytes
-            if fits:
-                self._queued_bytes = after
+            fits = not self._queued_bytes or self._queued_bytes + size <= self._queue_bytes
+            self._queued_bytes += size if fits else 0
         if fits:
             self._writes.submit(self._store, task, keys, objects, size)
         else:
@@ -126,9 +124,8 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             self._layouts.update(zip(map(_kind, keys), layouts, strict=True))
             names = list(map(value_name, keys, layouts))
             held = [] if reason else self._values.exist(names)
-            for key, obj, name, layout, is_held in zip(
-                keys, objects, names, layouts, held, strict=False
-            ):
+            each = zip(keys, objects, names, layouts, held, strict=False)
+            for key, obj, name, layout, is_held in each:
                 if not is_held:
                     watch = Stopwatch()
                     with watch.running():

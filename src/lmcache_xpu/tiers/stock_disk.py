@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from lmcache import torch_device_type
-from lmcache.utils import LayerCacheEngineKey
+from lmcache.utils import CacheEngineKey, LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
@@ -38,7 +38,6 @@ from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 
 if TYPE_CHECKING:
-    from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.metadata import LMCacheMetadata

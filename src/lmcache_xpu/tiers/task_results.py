@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmcache.v1.memory_management import MemoryObj
 
 T = TypeVar("T")
-_numbers = itertools.count()  # of tasks
+NUMBERS = itertools.count()  # of tasks
 
 
 class TaskResults(Generic[T]):
@@ -32,10 +32,6 @@ class TaskResults(Generic[T]):
     def fileno(self) -> int:
         """Return the file descriptor."""
         return int(self._notifier.fileno())
-
-    def begin(self) -> int:
-        """Return the number of a new task."""
-        return next(_numbers)
 
     def end(self, task: int, result: T) -> None:
         """Record the result of a task."""
@@ -76,7 +72,7 @@ class Task:
         seconds: float | None = None,
         on_timeout: Callable[[], None] = lambda: None,
     ) -> None:
-        self.number = results.begin()
+        self.number = next(NUMBERS)
         self.over = False
         self._results = results
         self._hits = Bitmap(count)

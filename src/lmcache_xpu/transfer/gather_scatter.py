@@ -38,8 +38,7 @@ class TorchTransfer:
     def of(cls, view: PagedView) -> TorchTransfer:
         """Prepare the transfer of a view; it holds no memory but an index per row."""
         size, (blocks, rows, heads, dim) = view.dtype.itemsize, view.shape
-        extents = zip(view.strides, view.shape, strict=True)
-        block, row, head, _ = (step * size if extent > 1 else 0 for step, extent in extents)
+        block, row, head, _ = (step * size for step in view.strides)
         run = dim * size
         if heads == 1 or head == run:  # the heads of a row lie side by side
             run, heads, head = heads * run, 1, 0
@@ -73,17 +72,13 @@ class TorchTransfer:
                 torch.index_select(window, 0, units, out=chunk.view(-1, window.shape[1]))
                 continue
             values = window.index_select(0, units)
-            if rows.host is None:
+            if (at := rows.host) is None:
                 chunk.copy_(values.view(chunk.shape))
             else:
-                at = rows.host
                 chunk[at // chunk.shape[1], at % chunk.shape[1]] = values.view(len(at), -1)
 
     def scatter(self, rows: Rows, source: torch.Tensor, first_layer: int = 0) -> None:
-        """Copy mapped rows of `source` into the view; the rest of the view stays as it is.
-
-        Arguments and streams as for `gather`.
-        """
+        """Copy mapped rows of `source` into the view, not the others; the rest as for `gather`."""
         for window, chunk, units in self._pairs(rows, source, first_layer):
             if (at := rows.host) is not None:
                 chunk = chunk[at // chunk.shape[1], at % chunk.shape[1]]

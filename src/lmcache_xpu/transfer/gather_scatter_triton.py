@@ -6,7 +6,6 @@ pointers made from integers.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_xpu.transfer.devices import address_table, event_at, is_host
+from lmcache_xpu.transfer.devices import address_table, event_at, is_host, logger
 from lmcache_xpu.transfer.gather_scatter import INTEGERS
 from lmcache_xpu.transfer.paged_view import PagedView
 from lmcache_xpu.transfer.slots import Rows
 from lmcache_xpu.transfer.tuning import TUNING
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # "0" leaves out the try whether kernels reach host memory: one that goes wrong may cost the device.
 # On XPU vLLM's own model runner reads it in each step (vllm/v1/worker/gpu/buffer_utils.py).
@@ -114,11 +111,8 @@ class TritonTransfer:
     def of(cls, view: PagedView) -> TritonTransfer:
         """Prepare the transfer of a view; it holds an address per layer and plane."""
         _, rows, heads, dim = view.shape
-        # The stride of a dimension of size 1 is never used, and may be anything.
-        extents = zip(view.strides, view.shape, strict=True)
-        *strides, _ = (stride if extent > 1 else 0 for stride, extent in extents)
-        merged = heads == 1 or strides[2] == dim
-        head = heads * dim if merged else dim
+        *strides, _ = view.strides
+        head = heads * dim if heads == 1 or strides[2] == dim else dim
         size = view.dtype.itemsize
         addresses = [plane.data_ptr() for layer in view.tensors for plane in layer]
         width = math.gcd(8, head * size, *(s * size for s in strides), *addresses)

@@ -7,7 +7,6 @@ memory, and the calling thread moves the bytes between that and LMCache's memory
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -15,11 +14,9 @@ from typing import NamedTuple, Self
 import torch
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.transfer.devices import Event, Pinning, event_at, is_host, register_host
+from lmcache_xpu.transfer.devices import Event, Pinning, event_at, is_host, logger, register_host
 from lmcache_xpu.transfer.plan import HostMemory
 from lmcache_xpu.transfer.tuning import TUNING
-
-logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 
 # Whether memory that a cache lends is pinned, by its address: who lends it pins it, and says so.
 LENT: dict[int, bool] = {}
@@ -36,10 +33,7 @@ class HostCopies:
         self._passing: deque[Event] = deque()  # copies from memory that is not pinned
 
     def pinned(self, memory: HostMemory, at_least: Pinning = Pinning.REGISTERED) -> bool:
-        """Whether all of this memory is pinned at least so.
-
-        Pins a pool that is not, which takes seconds for GiB.
-        """
+        """Whether all of this memory is pinned so. Pins a pool that is not: seconds for GiB."""
         if memory.pinning is None:
             storages = list(map(torch.Tensor.untyped_storage, memory))
             parts = {
@@ -162,10 +156,7 @@ class StagingRing:
         )
 
     def take(self, nbytes: int) -> Buffer:
-        """Return memory for a piece of up to `buffer_bytes`, the one that was used longest ago.
-
-        The current stream waits for its users.
-        """
+        """Return the memory that was used longest ago; the current stream waits for its users."""
         size = _aligned(max(1, nbytes))  # each has a place of its own
         start = self._next
         if start + size > len(self._memory):

@@ -29,12 +29,6 @@ SPLIT = ("kbnhd", "bknhd", "kbhnd", "bkhnd")
 LATENT = ("bhnc", "bnd")
 PAIR = ("bnhd", "bhnd")
 
-SUPPORTED = (
-    "supported are [B, H, N, C] (vLLM 0.26 and newer, MLA with H = 1), [2, NB, BS, NH, HS], "
-    "[NB, 2, BS, NH, HS], their forms with NH before BS, [NB, BS, HS] (MLA), and (K, V) pairs "
-    "of [NB, BS, NH, HS] or [NB, NH, BS, HS]"
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
@@ -80,7 +74,12 @@ def find_axes(
         f"layout hint {geometry.kv_layout!r}"
     )
     if not fits:
-        raise LayoutError(cache, f"a KV cache that can be read; {SUPPORTED}")
+        raise LayoutError(
+            cache,
+            "a KV cache that can be read; supported are [B, H, N, C] (vLLM 0.26 and newer, MLA "
+            "with H = 1), [2, NB, BS, NH, HS], [NB, 2, BS, NH, HS], their forms with NH before BS, "
+            "[NB, BS, HS] (MLA), and (K, V) pairs of [NB, BS, NH, HS] or [NB, NH, BS, HS]",
+        )
     raise LayoutError(
         cache,
         f"exactly one reading, but {' and '.join(fits)} both fit",

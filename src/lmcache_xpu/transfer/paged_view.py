@@ -52,7 +52,9 @@ class PagedView:
         self.layers = len(tensors)
         self.planes = len(tensors[0])  # 2 for keys and values; 1 for MLA and for opaque blocks
         self.shape = first.shape
-        self.strides = first.stride()  # in elements
+        # In elements. That of a dimension of size 1 is never used, and may be anything: 0.
+        extents = zip(first.stride(), first.shape, strict=True)
+        self.strides = tuple(step if extent > 1 else 0 for step, extent in extents)
         self.row_bytes = first.shape[2] * first.shape[3] * first.itemsize  # of a layer and plane
         self.dtype = first.dtype  # the engine's
         self.device = first.device

@@ -45,10 +45,7 @@ def limit(card_bytes: int | None = None) -> int:
 
 def exact_above(environ: Mapping[str, str]) -> float:
     """Return the bytes above which PyTorch pins exactly what it is asked for; else infinity."""
-    options = _options(environ)
-    return min(
-        (options[name] * MIB for name in (ROUNDED, CACHED) if name in options), default=math.inf
-    )
+    return min(_options(environ).values(), default=math.inf) * MIB
 
 
 def fits(size: int, most: int, environ: Mapping[str, str]) -> bool:

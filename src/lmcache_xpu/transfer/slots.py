@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_xpu.errors import SlotError
-from lmcache_xpu.transfer.devices import is_host, upload
+from lmcache_xpu.transfer.devices import upload
 from lmcache_xpu.transfer.paged_view import PagedView
 
 
@@ -135,8 +135,6 @@ def host_slots(slot_mapping: torch.Tensor) -> torch.Tensor:
             f"slot_mapping of shape {list(slot_mapping.shape)} and {kind}",
             "one integer per token of the request",
         )
-    if kind == torch.int64 and is_host(slot_mapping.device):
-        return slot_mapping
     return slot_mapping.to(device="cpu", dtype=torch.int64)
 
 

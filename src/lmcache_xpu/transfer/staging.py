@@ -51,11 +51,7 @@ class Stager:
     """
 
     def __init__(
-        self,
-        view: PagedView,
-        staging_bytes: int | None = None,
-        *,
-        in_place: bool = True,
+        self, view: PagedView, staging_bytes: int | None = None, *, in_place: bool = True
     ) -> None:
         self.view = view
         self.device = view.device
@@ -228,10 +224,7 @@ class Stager:
         return True
 
     def _table(self, piece: Piece, memory: HostMemory) -> torch.Tensor | None:
-        """Return the addresses of a piece's chunks on the device, uploaded once.
-
-        None where kernels can't reach them.
-        """
+        """Return a piece's chunks' addresses on the device; None where kernels can't reach them."""
         if piece.chunks not in memory.tables:
             addresses = memory.addresses[piece.chunks.start : piece.chunks.stop]
             needs = kernels_need(self.device)

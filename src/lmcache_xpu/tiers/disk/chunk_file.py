@@ -156,10 +156,7 @@ def pack_chunk(key: str, meta: str, payload: memoryview) -> bytes:
 
 
 def unpack_chunk(value: memoryview, key: str) -> tuple[str, memoryview]:
-    """Return meta and payload (a view of `value`) of what `pack_chunk` made for this key.
-
-    Raises ValueError, which says what is wrong with the value.
-    """
+    """Undo `pack_chunk`: return meta and payload, a view. ValueError says what is wrong."""
     header, payload = _parse(bytes(value[:HEADER_BYTES])), value[HEADER_BYTES:]
     if header is None:
         raise ValueError("its header is damaged")

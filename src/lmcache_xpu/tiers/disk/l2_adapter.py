@@ -25,12 +25,9 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
-from lmcache_xpu.tiers.complaints import LOGGERS
-from lmcache_xpu.tiers.disk.parameters import DiskSettings
+from lmcache_xpu.tiers.disk.parameters import DiskSettings, logger
 from lmcache_xpu.tiers.disk.writer import DiskWriter
-from lmcache_xpu.tiers.task_results import Task, TaskAnswers, after_all
-
-logger = LOGGERS["disk"]
+from lmcache_xpu.tiers.task_results import NUMBERS, Task, TaskAnswers, after_all
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
@@ -61,7 +58,7 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """Queue objects to be written; what exceeds the bound on the queue is dropped."""
-        task = self._stored.begin()
+        task = next(NUMBERS)
         # After the touches before it, which say when the chunks of its prompt count as used.
         self._looks.submit(self._begin_store, task, keys, objects)
         return task
