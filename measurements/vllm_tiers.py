@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,12 +193,16 @@ def start(directory: Directory, count: int = 1_000_000) -> None:
 
 
 def _drop(paths: list[Path]) -> None:
-    """Write files out, and drop them from the page cache."""
-    for path in paths:
+    """Write files out, four at a time, and drop them from the page cache."""
+
+    def drop(path: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(drop, paths))
 
 
 @app.command()
