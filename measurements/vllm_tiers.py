@@ -22,7 +22,7 @@ import numpy as np
 import typer
 from support.offloading import Host, files, key, ours, served
 
-from lmcache_xpu.tiers.disk.chunk_file import write_chunk
+from lmcache_xpu.tiers.disk.chunk_file import file_name, write_chunk
 
 MIB, GIB = 2**20, 2**30
 SMALL = 64 * 1024  # bytes of a chunk, where files are counted
@@ -178,7 +178,7 @@ def start(directory: Directory, count: int = 1_000_000) -> None:
     paths = [(f"{identity}:{key(number).hex()}", number) for number in range(count)]
     begun = time.time()
     for name, number in paths if len(store) != count else ():
-        write_chunk(place / store.file(name).name, name, "", payload, number + 1)
+        write_chunk(place / file_name(name), name, "", payload, number + 1)
     filled = time.time() - begun
     behind.close()
     starts = []
