@@ -122,8 +122,4 @@ def test_a_request_that_was_never_looked_up_stores_all():
 
 
 def test_a_model_of_whole_attention_has_no_ends():
-    ends = HitEnds([WHOLE], CHUNK)
-    assert not ends
-    ends.begin(SimpleNamespace(request_id="r"), 0, 0)  # asks and sets nothing
-    store = TokenRange("r", None, 0, CHUNK, blocks=[[1, 2, 3, 4]])
-    assert ends.kept(store) is store
+    assert HitEnds.of([WHOLE], CHUNK) is None

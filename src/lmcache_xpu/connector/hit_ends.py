@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from lmcache_xpu.cache.protocol import TokenRange
 from lmcache_xpu.model.kv_cache_groups import NULL_BLOCK, WINDOW_TOKENS, CacheGroup
@@ -35,10 +35,7 @@ class _Ends(NamedTuple):
 
 
 class HitEnds:
-    """The ends of one scheduler's requests; `groups` are KV cache groups that are stored.
-
-    False where all layers can be hit at the end of any chunk: nothing is chosen then.
-    """
+    """The ends of one scheduler's requests; `groups` are KV cache groups that are stored."""
 
     def __init__(self, groups: Sequence[CacheGroup], chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -48,16 +45,17 @@ class HitEnds:
         ]
         self._ends: dict[str, _Ends] = {}  # by request
 
-    def __bool__(self) -> bool:
-        return self._keeps_states or bool(self._windows)
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], chunk_tokens: int) -> Self | None:
+        """Return those of an engine; None if all layers can be hit at the end of any chunk."""
+        some = any(group.recurrent or group.window is not None for group in groups)
+        return cls(groups, chunk_tokens) if some else None
 
     def begin(self, request: Request, start: int, shared: int) -> None:
         """Choose the ends of a request that may be scheduled next, with what vLLM has chosen.
 
         Its first `start` tokens are there, and a cache has the attention of `shared` ones.
         """
-        if not self:
-            return
         size = self._chunk_tokens
         last = request.num_prompt_tokens // size * size
         step = -(-LEAST_TOKENS // size) * size

@@ -53,7 +53,7 @@ class SchedulerHalf:
         self._keys = Keys(config, kv_cache_config, client.chunk_tokens)
         # A server does not say where the attention of prompts parts: it keeps all windows.
         kept = groups if client.local else [group for group in groups if group.recurrent]
-        self._ends = HitEnds(kept, client.chunk_tokens)
+        self._ends = HitEnds.of(kept, client.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._loads: dict[str, TokenRange] = {}  # of the next step, by request
         self._given_up: set[str] = set()  # requests for which nothing is looked up
@@ -103,7 +103,8 @@ class SchedulerHalf:
             tracked = self._tracked(request, kept, anew=True)
         # It must compute its whole prompt, or a load of it has failed.
         if request.skip_reading_prefix_cache or name in self._given_up:
-            self._ends.begin(request, kept, 0)
+            if self._ends is not None:
+                self._ends.begin(request, kept, 0)
             return 0, False
         if any(other.loads_first_of(request, kept) for other in self._shared.values()):
             return None, True
@@ -114,8 +115,9 @@ class SchedulerHalf:
         if (hit := self._lookups.find(chunks, is_alone=is_alone)) is None:
             return None, True
         tracked.looked_up(hit, kept)
-        shared = self._lookups.shared(chunks) if self._ends and hit < chunks.end else hit
-        self._ends.begin(request, max(hit, kept), shared)
+        if self._ends is not None:
+            shared = self._lookups.shared(chunks) if hit < chunks.end else hit
+            self._ends.begin(request, max(hit, kept), shared)
         # Of a whole prompt the last token is computed.
         tokens = hit - kept - (hit == request.num_tokens)
         if tokens <= 0 or (mode := self.policy.choose(request, kept, tokens)) == "computed":
@@ -173,7 +175,8 @@ class SchedulerHalf:
         self._given_up.discard(name)
         self._keys.finished(name)
         self.policy.finished(name)
-        self._ends.finished(name)
+        if self._ends is not None:
+            self._ends.finished(name)
         self.promises.finished(name)
         self._lookups.end(name)
 
@@ -277,12 +280,13 @@ class SchedulerHalf:
             if (blocks := new_blocks.get(name)) and name not in cached.resumed_req_ids:
                 tracked.add_blocks(blocks)
             end = tokens + output.num_scheduled_tokens[name]
-            self._ends.go_on(tracked.request, end)
+            if self._ends is not None:
+                self._ends.go_on(tracked.request, end)
             store = tracked.store(end, answers=self._stores_answers)
             if self.events is not None:
                 self.events.describe(tracked)
             if store is not None:
-                yield self._ends.kept(store)
+                yield store if self._ends is None else self._ends.kept(store)
 
     def _store_no_more(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
