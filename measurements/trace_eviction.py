@@ -69,10 +69,8 @@ def main(
             **SETTINGS[shape],
         }
         if order == "head":
-            values["extra_args"] = [
-                *values["extra_args"],
-                *["--worker-extension-cls", "head_first.Worker"],
-            ]
+            head_first = ["--worker-extension-cls", "head_first.Worker"]
+            values["extra_args"] = values["extra_args"] + head_first
         label = f"{len(list(out.glob('*-load.log')))}-{order}"
         with EngineProcess(Settings.load(values), out / f"{label}.log") as engine:
             options: dict[str, Any] = {

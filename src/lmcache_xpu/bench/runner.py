@@ -96,19 +96,11 @@ class Child:
         """Return a job's answer; None, and the result has an error, if the engine failed."""
         if self.result.error is not None:
             return None
-        answer, begin = None, time.monotonic()
+        begin = time.monotonic()
         with self._console.status(f"{self.result.title}: {name}"):
-            with suppress(BrokenPipeError):  # it has ended, as is read below
+            with suppress(BrokenPipeError):  # it has ended; `_answer` says why
                 self._connection.send(job)
-            try:
-                if self._connection.poll(self._timeout_s):
-                    answer = self._connection.recv()
-                else:
-                    self.result.error = f"no answer within {self._timeout_s:.0f} s"
-            except (EOFError, ConnectionResetError):
-                code = self._process.wait()
-                self._log.seek(0)
-                self.result.error = _cause(self._log.read().splitlines()[-60:], code)
+            answer = self._answer()
         self.result.seconds += time.monotonic() - begin
         return answer
 
@@ -125,6 +117,17 @@ class Child:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+    def _answer(self) -> Any:
+        try:
+            if self._connection.poll(self._timeout_s):
+                return self._connection.recv()
+            self.result.error = f"no answer within {self._timeout_s:.0f} s"
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            self._log.seek(0)
+            self.result.error = _cause(self._log.read().splitlines()[-60:], code)
+        return None
 
 
 def _cause(lines: list[str], code: int) -> str:

@@ -42,7 +42,10 @@ class _Part:
 
 
 def block_ids(tokens: TokenRange, groups: Iterable[CacheGroup]) -> frozenset[int]:
-    """Return the blocks that a range is stored from or loaded to; vLLM numbers groups together."""
+    """Return the blocks that a range is stored from or loaded to: of a store nothing is `kept`.
+
+    vLLM numbers the blocks of all groups together.
+    """
     return frozenset(
         block
         for group in groups

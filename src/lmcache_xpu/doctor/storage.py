@@ -47,9 +47,7 @@ def check_disk_room(machine: Machine, settings: Settings) -> Check:
     needed_gib = settings.disk_gib * settings.devices
     room_gib = shutil.disk_usage(path).free / GIB
     if room_gib < needed_gib:  # else there is no need to look at every file
-        for file in path.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # an engine that ends may remove some
-                room_gib += file.stat().st_size / GIB if file.is_file() else 0
+        room_gib += _used_bytes(path) / GIB
     state = f"{path} ({kind}): {room_gib:.0f} GiB to be had"
     if kind in _FORGOTTEN:
         advice = "Mount a volume or a local disk there."
@@ -101,7 +99,15 @@ def check_shared_tier(settings: Settings) -> Check:
     return ok(name, state)
 
 
-def _write_speed(path: Path) -> float:
+def _used_bytes(path: Path) -> int:
+    used = 0
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # an engine that ends may remove some
+            used += file.stat().st_size if file.is_file() else 0
+    return used
+
+
+def _write_speed(path: os.PathLike[str]) -> float:
     """Measure bytes per second to the disk itself, with a file that is removed again."""
     block = os.urandom(2**20)  # some disks compress
     with tempfile.TemporaryFile(dir=path, buffering=0) as file:

@@ -66,7 +66,8 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
         task, size = next(NUMBERS), sum(obj.get_size() for obj in objects)
         with self._queue_lock:
             fits = not self._queued_bytes or self._queued_bytes + size <= self._queue_bytes
-            self._queued_bytes += size if fits else 0
+            if fits:
+                self._queued_bytes += size
         if fits:
             self._writes.submit(self._store, task, keys, objects, size)
         else:

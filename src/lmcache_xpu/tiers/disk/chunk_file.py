@@ -123,17 +123,15 @@ def read_chunk(
             return "it holds another chunk"
         crc, done = 0, 0
         while True:
-            piece = own[:count] if is_lent else buffer[done : done + count]
-            crc = zlib.crc32(piece, crc)
+            crc = zlib.crc32(own[:count], crc)
             if is_lent:
                 if not is_lent():
                     return ""
-                buffer[done : done + count] = piece
+                buffer[done : done + count] = own[:count]
             done += count
-            rest = buffer[done:]
-            if not rest:
+            if done == len(buffer):
                 break
-            own = own[: len(rest)] if is_lent else rest
+            own = own[: len(buffer) - done] if is_lent else buffer[done:]
             count = os.preadv(file.fileno(), [own], HEADER_BYTES + done)
             if count == 0:
                 return f"it ends after {done} of {len(buffer)} bytes"

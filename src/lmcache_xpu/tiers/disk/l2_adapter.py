@@ -25,9 +25,12 @@ from lmcache.v1.memory_management import MemoryObj
 
 from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
-from lmcache_xpu.tiers.disk.parameters import DiskSettings, logger
+from lmcache_xpu.tiers.complaints import LOGGERS
+from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import NUMBERS, Task, TaskAnswers, after_all
+
+logger = LOGGERS["disk"]
 
 
 class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # untyped base
