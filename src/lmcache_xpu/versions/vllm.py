@@ -57,7 +57,10 @@ def kv_cache_layout(config: VllmConfig) -> str:
 
 
 def event_extra_keys(keys: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
-    """Return blocks' extra keys as KV events have them: without the tags of 0.31 and newer."""
+    """Return what KV events say of blocks' extra keys.
+
+    Since 0.31 the keys that blocks are hashed with have tags, which events leave out.
+    """
     try:
         from vllm.v1.core.kv_cache_utils import to_event_extra_keys
     except ImportError:
@@ -91,8 +94,10 @@ def preempt(scheduler: Any, request: Request, timestamp: float, in_this_step: in
 
 def waiting_for_loads(scheduler: Any) -> Iterable[Request]:
     """Return requests among which are all that wait for loads; in a queue of theirs since 0.31."""
-    own = hasattr(scheduler, "kv_holding_waiting")
-    queue: Iterable[Request] = scheduler.kv_holding_waiting if own else scheduler.skipped_waiting
+    if hasattr(scheduler, "kv_holding_waiting"):
+        queue: Iterable[Request] = scheduler.kv_holding_waiting
+    else:
+        queue = scheduler.skipped_waiting
     return queue
 
 
