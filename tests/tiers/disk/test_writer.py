@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from lmcache.v1.memory_management import TensorMemoryObj
 from support.storage import (
     CHUNK,
     SHAPE,
@@ -37,6 +38,22 @@ def test_a_full_disk_costs_the_chunk_and_one_line(engines, log, monkeypatch):
     assert engine.dropped == 5
     engine.store(range(1, 6))  # room again
     assert engine.load(range(6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_who_waits_for_a_write_may_store_the_chunk_again(engines, monkeypatch):
+    """A failed write that still counted as queued would have the next store skipped."""
+    engine = engines()
+    go = threading.Event()
+    let_go = TensorMemoryObj.ref_count_down
+    monkeypatch.setattr(chunk_store, "write_chunk", lambda *args: (go.wait(10), refuse()))
+    monkeypatch.setattr(
+        TensorMemoryObj, "ref_count_down", lambda self: (time.sleep(0.1), let_go(self))
+    )
+    engine.store([0], wait=False)
+    [write] = engine.tier._writes.pending.values()
+    go.set()
+    write.result(10)
+    assert not engine.tier.exists_in_put_tasks(make_key(0))
 
 
 def test_queued_writes_hold_at_most_half_the_pool(engines, log, monkeypatch):

@@ -66,10 +66,10 @@ class DiskWriter:
                     self.dropped += len(keys) - age
                     break
                 obj.ref_count_up()
-                future = self._threads.submit(self._write, key, name, obj, used_ns - age)
+                future = self._threads.submit(self._run, key, name, obj, used_ns - age)
                 self.pending[name] = future
                 self._pending_bytes = after
-            future.add_done_callback(partial(self._ended, name, obj))
+            future.add_done_callback(partial(self._drop_cancelled, name, obj))
         else:
             return
         if not self._closed:
@@ -90,6 +90,14 @@ class DiskWriter:
             writes = list(self.pending.values())
         wait(writes, timeout=_DRAIN_SECONDS)
         self._threads.shutdown(cancel_futures=True)
+
+    def _run(
+        self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
+    ) -> None:
+        try:
+            self._write(key, name, obj, used_ns)
+        finally:  # before the future ends: who waits for it may store the chunk again
+            self._forget(name, obj)
 
     def _write(
         self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
@@ -114,10 +122,14 @@ class DiskWriter:
             STORE_DISK.failed("full" if full else "io")
             complain(FAILED, error)
 
-    def _ended(self, name: str, obj: MemoryObj, write: Future[None]) -> None:
+    def _drop_cancelled(self, name: str, obj: MemoryObj, write: Future[None]) -> None:
+        if write.cancelled():
+            self._forget(name, obj)
+            self.dropped += 1
+
+    def _forget(self, name: str, obj: MemoryObj) -> None:
         size = obj.get_size()
         obj.ref_count_down()
         with self._lock:
-            self.dropped += write.cancelled()
             del self.pending[name]
             self._pending_bytes -= size
