@@ -16,7 +16,7 @@ from rich.console import Console
 from vllm.platforms import current_platform
 
 from lmcache_xpu.bench import runner, shapes
-from lmcache_xpu.bench.engine import _digests, at_server
+from lmcache_xpu.bench.engine import _digests, at_server, lmcache_server
 from lmcache_xpu.bench.report import Report
 from lmcache_xpu.bench.runner import Result, _cause, device_masks, run
 from lmcache_xpu.bench.shapes import SHAPES, chosen, default_name, shape_named
@@ -102,6 +102,15 @@ def test_of_a_server_an_engine_is_told_where_it_listens():
     assert '"lmcache.mp.server_urls": "tcp://127.0.0.1:5"' in words
     assert SERVER_URL not in words
     assert "LMCacheMPConnector" in words
+
+
+@pytest.mark.parametrize("device", ["auto", "xpu", "cpu", "cuda"])
+def test_workers_that_copy_themselves_have_shared_memory(device):
+    """Without it LMCache would take pickled tensors, which are refused: nothing was stored."""
+    [stock] = variants_named(SMALL, ["lmcache-server"])
+    settings = Settings.load(stock.values(SMALL, "model", device, graphs=False))
+    command = lmcache_server(settings, Path("/tmp/a-name/socket"))
+    assert ("--shm-name a-name --no-l1-use-lazy" in " ".join(command)) is (device != "cuda")
 
 
 def test_names_are_checked():

@@ -272,7 +272,13 @@ def at_server(settings: Settings, url: str) -> Settings:
 
 
 def lmcache_server(settings: Settings, socket: Path) -> list[str]:
-    """Return the command line of a server with LMCache's own options; see `server_command`."""
+    """Return the command line of a server with LMCache's own options; see `server_command`.
+
+    On CUDA the server copies. Elsewhere workers do, through shared memory: the pickled tensors that
+    LMCache would take instead are refused.
+    """
     options = f"--l1-size-gb {settings.cpu_gib * settings.devices} --eviction-policy LRU"
+    if settings.device != "cuda":
+        options += f" --shm-name {socket.parent.name} --no-l1-use-lazy"
     words = f"{options} --supported-transfer-mode auto".split()
     return [*PROGRAM, str(socket), PAGES, *words]
