@@ -35,9 +35,11 @@ from contract.sources import unpacked  # not installed
 
 MATRIX = ROOT / ".matrix"
 RESULTS = ROOT / "docs/results/vllm-versions.json"
-# The cache in the engine's process, KV cache groups, LMCache's own engine, and the shared tier.
+# The cache in the engine's process, KV cache groups, LMCache's own engine, the shared tier, and the
+# disk tier behind vLLM's own offloading.
 TESTS = tuple(
-    f"tests/engine/test_{name}.py" for name in ("local", "groups", "stock", "shared_tier")
+    f"tests/engine/test_{name}.py"
+    for name in ("local", "groups", "stock", "shared_tier", "vllm_offloading")
 )
 TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 # In the table.

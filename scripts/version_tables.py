@@ -18,6 +18,7 @@ SELECTIONS = {
     "test_local": "cache in the engine's process alone",
     "test_stock": "LMCache's own engine alone",
     "shared_tier": "shared tier alone",
+    "vllm_offloading": "behind vLLM's own offloading alone",
 }
 
 

@@ -66,7 +66,8 @@ class DiskWriter:
                     self.dropped += len(keys) - age
                     break
                 obj.ref_count_up()
-                future = self._threads.submit(self._run, key, name, obj, used_ns - age)
+                write = partial(self._write, key, name, obj, used_ns - age)
+                future = self._threads.submit(self._run, name, obj, write)
                 self.pending[name] = future
                 self._pending_bytes = after
             future.add_done_callback(partial(self._drop_cancelled, name, obj))
@@ -91,11 +92,9 @@ class DiskWriter:
         wait(writes, timeout=_DRAIN_SECONDS)
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(
-        self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
-    ) -> None:
+    def _run(self, name: str, obj: MemoryObj, write: Callable[[], None]) -> None:
         try:
-            self._write(key, name, obj, used_ns)
+            write()
         finally:  # before the future ends: who waits for it may store the chunk again
             self._forget(name, obj)
 
