@@ -79,7 +79,6 @@ OWN = {  # of classes of this package, and of events that it makes
     "tiers/disk/chunk_index.py: entry.info",
     "tiers/disk/chunk_index.py: entry.key",
     "tiers/disk/chunk_index.py: entry.used_ns",
-    "tiers/disk/chunk_index.py: self._entries[name].used_ns",
     "tiers/task_results.py: self._timer.daemon",
     "transfer/host_copies.py: memory.pinning",
 }

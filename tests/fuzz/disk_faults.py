@@ -68,7 +68,7 @@ def _(add: Any) -> Any:
 @fault("what was used last goes first", "disk", ChunkIndex, "oldest")
 def _(_: Any) -> Any:
     def wrong(self: ChunkIndex) -> tuple[int, str] | None:
-        last = max(self._entries, key=lambda key: self._entries[key].used_ns, default=None)
+        last = max(self.names(), key=lambda name: self.get(name).used_ns, default=None)
         return None if last is None else (0, last)
 
     return wrong

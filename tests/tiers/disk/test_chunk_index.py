@@ -94,3 +94,19 @@ def test_what_an_earlier_run_left_is_heard_of_once_it_has_a_key(index):
     index.remove("name of e")
     index.remove("name of d")
     assert heard == ["d", "d"]
+
+
+def test_files_of_an_earlier_run_count_before_anybody_asks_for_them(index):
+    index.add_earlier([(0, "name of d", PAYLOAD), (10, "name of e", PAYLOAD)])
+    assert (len(index), index.used_bytes) == (5, 5 * SIZE)
+    assert "name of e" in index
+    assert sorted(index.names()) == ["a", "b", "c", "name of d", "name of e"]
+    assert index.mark("name of d", 11)
+    assert evicted(index, 0) == ["b", "c"]
+    assert evicted(index, 2 * SIZE) == ["a", "name of e"]
+    assert (index.names(), index.used_bytes) == (["name of d"], SIZE)
+
+
+def test_of_an_earlier_run_a_file_larger_than_the_room_goes_first(index):
+    index.add_earlier([(10**18, "large", 4 * SIZE), (-1, "small", PAYLOAD)])
+    assert evicted(index, 0)[:2] == ["small", "large"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lmcache_xpu.tiers.disk.chunk_file import ChunkInfo, disk_bytes
 
 _MOST_PLANNED = 8192
 _PLANNED_NS = 60 * 10**9  # a prompt is stored within that, once it was looked up
+_File = tuple[int, str, int]  # time of last use, name, and bytes of the payload
 
 
 @dataclass(slots=True)
@@ -36,23 +39,27 @@ class ChunkIndex:
         self.reserved_bytes = 0  # of writes under way
         self._changed: Callable[[str], object] = lambda key: None
         self._entries: dict[str, Entry] = {}
+        # Files of earlier runs that nobody has asked for: a million entries would take a second.
+        self._earlier: dict[str, _File] = {}
         # Oldest first. An item may be out of date: the entry's own time decides, see `oldest`.
-        self._by_age: list[tuple[int, str]] = []
+        self._by_age: list[_File] = []
         self._latest_ns = 0
         self._planned: dict[str, int] = {}  # times of last use of what is not stored yet
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._earlier
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._earlier)
 
-    def items(self) -> list[tuple[str, Entry]]:
-        """Return all names with their entries."""
-        return list(self._entries.items())
+    def names(self) -> list[str]:
+        """Return all names."""
+        return [*self._entries, *self._earlier]
 
     def get(self, name: str) -> Entry | None:
-        """Return the entry of a name."""
+        """Return the entry of a name; it is made now for a file of an earlier run."""
+        if file := self._earlier.pop(name, None):
+            self._entries[name] = Entry(ChunkInfo("", file[2]), file[0])
         return self._entries.get(name)
 
     def watch(self, changed: Callable[[str], object]) -> None:
@@ -69,40 +76,39 @@ class ChunkIndex:
         """Add an entry, in place of one of this name."""
         self.remove(name)
         self._entries[name] = entry = Entry(info, used_ns, key)
-        heapq.heappush(self._by_age, (used_ns, name))
+        heapq.heappush(self._by_age, (used_ns, name, info.payload_bytes))
         self.used_bytes += entry.size_bytes
         self._tell(entry)
 
-    def add_earlier(self, files: Iterable[tuple[int, str, int]]) -> dict[str, int]:
+    def add_earlier(self, files: list[_File]) -> dict[str, int]:
         """Add files of earlier runs, as used no later than now: the clock may have been ahead.
 
-        Of each file the time of last use, the name, and bytes of the payload. Returns the times of
-        last use that were changed for it.
+        Returns the times of last use that were changed for it.
         """
-        sizes: dict[int, tuple[ChunkInfo, int]] = {}  # a million files have few
-        for used_ns, name, payload_bytes in files:
-            if (size := sizes.get(payload_bytes)) is None:
-                size = ChunkInfo("", payload_bytes), disk_bytes(payload_bytes)
-                sizes[payload_bytes] = size
-            info, size_bytes = size
-            used_ns = used_ns if size_bytes <= self.limit_bytes else 0
-            self._entries[name] = Entry(info, used_ns)
-            self._by_age.append((used_ns, name))
-            self.used_bytes += size_bytes
+        sizes = Counter(map(itemgetter(2), files))  # a million files have few
+        self.used_bytes += sum(disk_bytes(size) * count for size, count in sizes.items())
+        if any(disk_bytes(size) > self.limit_bytes for size in sizes):  # these go first
+            files = [
+                (at if disk_bytes(size) <= self.limit_bytes else 0, name, size)
+                for at, name, size in files
+            ]
+        self._earlier.update(zip(map(itemgetter(1), files), files, strict=True))
+        self._by_age += files
         heapq.heapify(self._by_age)
         changed, now = {}, self.now()
         ahead = sorted(item for item in self._by_age if item[0] > now - len(self._by_age))
-        for latest, (used_ns, name) in enumerate(ahead, now - len(ahead)):  # keeps their order
-            if used_ns > latest:
-                changed[name] = self._entries[name].used_ns = latest
-                heapq.heappush(self._by_age, (latest, name))
+        first = now - len(ahead)
+        for latest, (used_ns, name, size) in enumerate(ahead, first):  # keeps their order
+            if used_ns > latest and (entry := self.get(name)):
+                changed[name] = entry.used_ns = latest
+                heapq.heappush(self._by_age, (latest, name, size))
         return changed
 
     def identify(self, name: str, key: str, info: ChunkInfo) -> None:
         """Set what the file of an earlier run says of itself."""
-        entry = self._entries[name]
-        entry.key, entry.info = key, info
-        self._tell(entry)
+        if entry := self.get(name):
+            entry.key, entry.info = key, info
+            self._tell(entry)
 
     def now(self, count: int = 1) -> int:
         """Take times of last use for `count` chunks: this one, and each nanosecond before it.
@@ -114,14 +120,15 @@ class ChunkIndex:
 
     def remove(self, name: str) -> None:
         """Remove an entry, if there is one."""
-        if entry := self._entries.pop(name, None):
+        if entry := self.get(name):
+            del self._entries[name]
             self.used_bytes -= entry.size_bytes
             self._tell(entry)
 
     def mark(self, name: str, used_ns: int) -> bool:
         """Set an entry's time of last use; False if there is none, and then it is for the next."""
         self._planned.pop(name, None)
-        if entry := self._entries.get(name):
+        if entry := self.get(name):
             entry.used_ns = used_ns
             return True
         self._planned[name] = used_ns
@@ -147,13 +154,13 @@ class ChunkIndex:
     def oldest(self) -> tuple[int, str] | None:
         """Return the time of last use and the name of what was used before all else."""
         while self._by_age:
-            used_ns, name = self._by_age[0]
-            entry = self._entries.get(name)
+            used_ns, name, size = self._by_age[0]
+            entry = self.get(name)
             if entry is not None and entry.used_ns == used_ns:
                 return used_ns, name
             heapq.heappop(self._by_age)
             if entry is not None:
-                heapq.heappush(self._by_age, (entry.used_ns, name))
+                heapq.heappush(self._by_age, (entry.used_ns, name, size))
         return None
 
     def _tell(self, entry: Entry) -> None:

@@ -202,7 +202,8 @@ class ChunkStore:
         """Remove chunks by their keys, "" where a file can't be read; False if one is left."""
         self._identify_all()
         with self._lock:  # the directory may belong to another process once the store is closed
-            names = [name for name, entry in self._index.items() if is_meant(entry.key)]
+            entries = ((name, self._index.get(name)) for name in self._index.names())
+            names = [name for name, entry in entries if entry and is_meant(entry.key)]
             return self._held.is_held and not [n for n in names if not self._remove(n)]
 
     def watch(self, changed: Callable[[str], object]) -> None:
@@ -218,12 +219,13 @@ class ChunkStore:
 
     def _identify_all(self) -> None:
         """Read a page of each file of earlier runs."""
-        for name, _ in self._index.items():
+        for name in self._index.names():
             self._entry(name)
 
     def _entry(self, name: str) -> Entry | None:
         """Return a chunk's entry; one of an earlier run is identified by its header first."""
-        entry = self._index.get(name)
+        with self._lock:
+            entry = self._index.get(name)
         if entry is None or entry.key:
             return entry
         try:
@@ -247,7 +249,7 @@ class ChunkStore:
         """Make the directory if it was removed; raises OSError if that fails."""
         held, self._held = self._held, self._held.again()
         if held is not self._held:
-            for name, _ in self._index.items():
+            for name in self._index.names():
                 self._index.remove(name)
             self._scan()
 
