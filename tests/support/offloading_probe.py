@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.offloading import files, ours
 from support.probes import end_with
 from support.real_engine import BLOCK, Engine, prompt, sampling
 
@@ -27,6 +26,7 @@ class Offloading(Engine):
     """An engine with vLLM's own offloading and one tier of files."""
 
     def __init__(self, model: str, disk: str, tier: str) -> None:
+        from support.offloading import ours  # names of vLLM 0.30 and newer
         from vllm import LLM
 
         own = {"type": "fs", "root_dir": disk}
@@ -102,7 +102,7 @@ def restart(engine: Offloading, tier: str) -> dict[str, Any]:
     engine.forget_all()
     report["after"]["inside"] = asked(engine, "inside")
     engine.forget_all()
-    damaged = files(engine.disk, SUFFIX[tier])
+    damaged = sorted(engine.disk.rglob(f"*{SUFFIX[tier]}"))
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[len(content) // 2 : len(content) // 2 + 4096] = b"\x3f" * 4096
