@@ -97,12 +97,14 @@ def asked(engine: Offloading, name: str) -> dict[str, Any]:
 
 
 def restart(engine: Offloading, tier: str) -> dict[str, Any]:
+    from support.offloading import files  # as above
+
     engine.forget()
     report: dict[str, Any] = {"after": {name: asked(engine, name) for name in ("block",)}}
     engine.forget_all()
     report["after"]["inside"] = asked(engine, "inside")
     engine.forget_all()
-    damaged = sorted(engine.disk.rglob(f"*{SUFFIX[tier]}"))
+    damaged = files(engine.disk, SUFFIX[tier])
     for path in damaged:
         content = bytearray(path.read_bytes())
         content[len(content) // 2 : len(content) // 2 + 4096] = b"\x3f" * 4096

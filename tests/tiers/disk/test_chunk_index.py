@@ -110,3 +110,22 @@ def test_files_of_an_earlier_run_count_before_anybody_asks_for_them(index):
 def test_of_an_earlier_run_a_file_larger_than_the_room_goes_first(index):
     index.add_earlier([(10**18, "large", 4 * SIZE), (-1, "small", PAYLOAD)])
     assert evicted(index, 0) == ["small", "b", "large"]
+
+
+def test_a_name_is_always_here_while_its_entry_is_made(index):
+    """Whether a name is here is asked without a lock, by threads that others interrupt."""
+
+    class Interrupted(dict):
+        def __contains__(self, name):
+            answer = super().__contains__(name)
+            index.get(name)
+            return answer
+
+        def __delitem__(self, name):
+            super().__delitem__(name)
+            assert name in index
+
+    index._entries, index._earlier = Interrupted(index._entries), Interrupted()
+    index.add_earlier([(0, "name of d", PAYLOAD)])
+    assert "name of d" in index
+    assert "name of d" in index

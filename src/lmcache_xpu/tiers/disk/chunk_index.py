@@ -47,7 +47,7 @@ class ChunkIndex:
         self._planned: dict[str, int] = {}  # times of last use of what is not stored yet
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries or name in self._earlier
+        return name in self._earlier or name in self._entries  # in the order of `get`
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._earlier)
@@ -58,8 +58,10 @@ class ChunkIndex:
 
     def get(self, name: str) -> Entry | None:
         """Return the entry of a name; it is made now for a file of an earlier run."""
-        if file := self._earlier.pop(name, None):
+        if file := self._earlier.get(name):
+            # Before it leaves the other: some ask without a lock whether a name is here.
             self._entries[name] = Entry(ChunkInfo("", file[2]), file[0])
+            del self._earlier[name]
         return self._entries.get(name)
 
     def watch(self, changed: Callable[[str], object]) -> None:

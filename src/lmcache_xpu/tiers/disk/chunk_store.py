@@ -219,7 +219,9 @@ class ChunkStore:
 
     def _identify_all(self) -> None:
         """Read a page of each file of earlier runs."""
-        for name in self._index.names():
+        with self._lock:
+            names = self._index.names()
+        for name in names:
             self._entry(name)
 
     def _entry(self, name: str) -> Entry | None:

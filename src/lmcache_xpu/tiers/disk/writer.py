@@ -123,12 +123,12 @@ class DiskWriter:
 
     def _drop_cancelled(self, name: str, obj: MemoryObj, write: Future[None]) -> None:
         if write.cancelled():
-            self._forget(name, obj)
-            self.dropped += 1
+            self._forget(name, obj, is_dropped=True)
 
-    def _forget(self, name: str, obj: MemoryObj) -> None:
+    def _forget(self, name: str, obj: MemoryObj, *, is_dropped: bool = False) -> None:
         size = obj.get_size()
         obj.ref_count_down()
         with self._lock:
+            self.dropped += is_dropped
             del self.pending[name]
             self._pending_bytes -= size
