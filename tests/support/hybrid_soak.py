@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import platform
 import random
@@ -170,7 +171,7 @@ def soak(engine: Engine, wanted: argparse.Namespace) -> dict[str, Any]:
     engine.llm.collective_rpc(run.bytes.watch)
     if wanted.wrong:
         engine.llm.collective_rpc(break_loads, args=(slice(-1, None), slice(1)))
-    while run.requests < wanted.requests:
+    while run.requests < wanted.requests and time.monotonic() - begin < wanted.limit_s:
         run.run(min(ALONE_EACH, wanted.requests - run.requests))
         wait_until_idle(engine)
         if wanted.device == "cpu":  # with bfloat16 a hit's shorter steps round otherwise
@@ -203,6 +204,7 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m support.hybrid_soak")
     parser.add_argument("kind", choices=MODELS)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="ask no more after them")
     parser.add_argument("--loads", default="async", help="the setting")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=1)
@@ -226,6 +228,7 @@ def main() -> dict[str, Any]:
         settings |= {"save_decode": False, "device": wanted.device}
         if wanted.device != "cpu":
             options["dtype"] = "bfloat16"  # half of the bytes: as many are preempted
+            options["gpu_memory_utilization"] = 0.05  # several kinds share a device
         if KINDS[wanted.kind] is STATES:  # chunks of a block, as `serve` has them
             settings["chunk_tokens"] = BLOCK
             options["kv_cache_memory_bytes"] = 2**24
