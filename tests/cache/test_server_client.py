@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("vllm")
 
 from support.server_clients import BEAT_S, WAIT_S, client_at
 
+from lmcache_xpu.cache import server_client
 from lmcache_xpu.cache.protocol import KeyScope, TokenRange
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.versions.lmcache_server import key_tokens
@@ -97,6 +100,19 @@ def test_who_is_told_of_a_server_that_came_back_may_refuse_it(server):
         until(client.healthy.is_set)
     assert answers == []
     assert losses
+
+
+def test_a_worker_that_was_stopped_registers_again(server, monkeypatch):
+    server.reads_keys = True
+    registered, clock = threading.Event(), SimpleNamespace(offset=0.0)
+    clock.monotonic = lambda: time.monotonic() + clock.offset
+    monkeypatch.setattr(server_client, "time", clock)
+    with client_at(server.url, 128, wait_s=5.0) as client:
+        client.start_heartbeat(BEAT_S, lambda: registered.set() or True)
+        server.wait_for_heartbeats(1)
+        clock.offset = 120.0
+        until(registered.is_set)
+        until(client.healthy.is_set)
 
 
 def test_a_client_that_is_closed_pings_no_more(server):

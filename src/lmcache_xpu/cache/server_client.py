@@ -27,6 +27,10 @@ from lmcache_xpu.versions import lmcache_server
 logger = logging.getLogger("vllm.lmcache_xpu")  # vLLM prints its own loggers only
 ALIGN_S = 1.0  # a server without any module is silent
 START_S = 10.0  # for the first answer to a look-up
+# Intervals without a heartbeat, of a process that was stopped, after which this worker registers
+# again. A server forgets a worker that was silent for longer, and answers its pings as before:
+# LMCache's `--worker-reap-timeout-seconds` is to be no less.
+SILENT_BEATS = 3
 
 
 class ServerClient:
@@ -155,7 +159,10 @@ class ServerClient:
     def _beat(
         self, interval_s: float, recovered: Callable[[], bool], lost: Callable[[], None]
     ) -> None:
+        last = time.monotonic()
         while not self._ends.wait(interval_s):
+            if time.monotonic() - last > SILENT_BEATS * interval_s:
+                self.healthy.clear()
             was_healthy = self.healthy.is_set()
             try:
                 answered = bool(self.requests.ping(self.instance_id).result(timeout=interval_s))
@@ -165,6 +172,7 @@ class ServerClient:
                 answered = False
             if self._ends.is_set():
                 return
+            last = time.monotonic()
             if not answered:
                 self.healthy.clear()
                 lost()
