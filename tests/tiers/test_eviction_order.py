@@ -14,6 +14,7 @@ from support.servers import PASSWORD, Server, needs_server
 from support.until import until
 
 from lmcache_xpu.cache.local_options import LocalCacheOptions
+from lmcache_xpu.tiers import shared_l2
 from lmcache_xpu.tiers.chunk_layout import object_name
 from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
@@ -196,6 +197,7 @@ class Shared(Anywhere):
 def shared() -> Iterator[Shared]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PASSWORD_VARIABLE, PASSWORD)
+        patch.setattr(shared_l2, "LOOKUP_S", 30.0)  # a machine that pauses leaves no server alone
         server = Server()
         server.start()
         tiers = Shared(server, SMALL)
