@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,8 @@ from rich.console import Console
 
 from lmcache_xpu.bench.jobs import Prompts, exactness, warm_up
 from lmcache_xpu.bench.runner import Child, machine
-from lmcache_xpu.bench.variants import Variant
+from lmcache_xpu.bench.shapes import shape_named
+from lmcache_xpu.bench.variants import variants_named
 from lmcache_xpu.launch.serve import built_for
 
 ROWS = (
@@ -31,7 +32,7 @@ ROWS = (
     Prompts(16384, 1024, count=4),
     Prompts(65536),
 )
-STEP, MAX_MODEL_LEN, KV_CACHE_GIB = 8192, 70_000, 12
+STEP = 8192  # tokens
 MEMORY_FRACTION = 0.25  # of the device, for each engine
 COMMON = {"vocab_size": 32_000, "max_position_embeddings": 131_072, "dtype": "bfloat16"}
 
@@ -110,32 +111,6 @@ MODELS = {
 }
 
 
-def values(name: str, model: Model, directory: str) -> dict[str, Any]:
-    """Return what the settings of an engine are made from, by its name."""
-    extra = ["--load-format", "dummy", "--skip-tokenizer-init"]
-    extra += ["--max-num-batched-tokens", str(STEP), *model.arguments]
-    if name == "offloading":
-        config = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": int(model.cpu_gib * 2**30)},
-        }
-        extra += ["--kv-transfer-config", json.dumps(config)]
-    return {
-        "model": directory,
-        "device": built_for(),
-        "dtype": "bfloat16",
-        "enforce_eager": True,
-        "log_level": "warning",
-        "extra_args": extra,
-        "memory_fraction": MEMORY_FRACTION,
-        "max_model_len": MAX_MODEL_LEN,
-        "kv_cache_gib": KV_CACHE_GIB,
-        "cpu_gib": model.cpu_gib,
-        "offload": name == "ours",
-    }
-
-
 def main(
     shape: Annotated[str, typer.Argument(help=", ".join(MODELS))],
     json_path: Annotated[Path, typer.Option("--json", help="For the figures")],
@@ -143,15 +118,17 @@ def main(
 ) -> None:
     """Measure a shape; the figures so far are written after each row."""
     model, console, device = MODELS[shape], Console(stderr=True), built_for()
+    dense = shape_named("8b")
+    engine = {**dense.settings, "cpu_gib": model.cpu_gib, "memory_fraction": MEMORY_FRACTION}
+    engines = replace(dense, settings=engine)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         model.write(Path(directory))
         children = []
-        for name in ("none", "ours", "offloading"):
-            variant = Variant(name=name, title=name, hits="none" if name == "none" else "tier")
-            stock = {"LMCACHE_XPU_STOCK": "1"} if name == "offloading" else {}
-            variables = {"LMCACHE_XPU_DEVICES": device, **stock}
-            described = values(name, model, directory)
-            child = Child(variant, described, variables, timeout_s=900, console=console)
+        for variant in variants_named(engines, ["none", "ours", "offloading"]):
+            values = variant.values(engines, directory, device, graphs=False)
+            values["extra_args"] += ["--max-num-batched-tokens", str(STEP), *model.arguments]
+            variables = variant.variables(engines, device)
+            child = Child(variant, values, variables, timeout_s=900, console=console)
             children.append(stack.enter_context(child))
         for child in children:
             child.ask("start", partial(warm_up, length=STEP))
@@ -165,15 +142,7 @@ def main(
                 if rounds := child.ask(str(row), row.measure):
                     child.result.rounds.setdefault(str(row), []).extend(rounds)
                 print(row, child.variant.name, rounds, child.result.error or "", flush=True)
-            results = {
-                child.variant.name: {
-                    "exact": child.result.exact,
-                    "error": child.result.error,
-                    "rounds": child.result.rounds,
-                    "medians": child.result.medians,
-                }
-                for child in children
-            }
+            results = [asdict(c.result) | {"medians": c.result.medians} for c in children]
             json_path.write_text(json.dumps({"machine": machine(), "results": results}))
 
 
