@@ -84,11 +84,13 @@ def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, sta
         assert engine.ask(killed.prompt).token_ids == killed.answer
         assert not list(killed.settings["disk_path"].rglob("*.tmp"))
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
-        with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(engine.ask, tokens("drained", 500), 100)
-            assert engine.reaches("vllm:num_requests_running", 1, 30)
+        drained = engine.answering(tokens("drained", 500), 500)
+        with drained as answer, ThreadPoolExecutor(1) as threads:
+            lines = answer.iter_lines()
+            assert '"finish_reason":null' in next(lines)  # its first token: it runs
+            rest = threads.submit(list, lines)
             engine.runner.stop()
-            assert answer.result().completion_tokens == 100
+            assert any('"finish_reason":"length"' in line for line in rest.result())
 
 
 @pytest.mark.promise("4 faults")
