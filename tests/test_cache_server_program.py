@@ -10,7 +10,7 @@ from support.cache_server_program import by_name, disk, options, run_program
 
 from lmcache_xpu.launch.cache_server import POOL_PREFIX, PROGRAM, server_command
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.server_options import disk_option
+from lmcache_xpu.tiers import disk_option
 
 WHERE = {"socket", "pages", "--shm-name"}
 

@@ -10,10 +10,8 @@ directory, where prometheus_client keeps its files and from which vLLM's server 
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Literal
 
 from prometheus_client import Counter, Gauge
@@ -114,22 +112,6 @@ class Flow:
         """Count moves that have failed; `reason` is one of a few words, or an error's class."""
         if moves:
             _count("errors", (self.direction, self.tier, reason), moves)
-
-
-class Stopwatch:
-    """Adds up the seconds of several spans."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the time until the block ends."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - begin
 
 
 def fallback(reason: str) -> None:

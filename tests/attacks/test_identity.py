@@ -41,14 +41,6 @@ class Model:
 
 
 @dataclass
-class Parallel:
-    decode_context_parallel_size: int = 1
-    prefill_context_parallel_size: int = 1
-    cp_kv_cache_interleave_size: int = 1
-    dcp_kv_cache_interleave_size: int = 1
-
-
-@dataclass
 class Cache:
     kv_cache_dtype_skip_layers: list[str] = field(default_factory=list)
     mamba_cache_dtype: str = "auto"
@@ -127,23 +119,6 @@ def test_what_is_set_beside_the_files_is_in_the_name(model):
     assert name == mark(**model) != ""
     others = [mark(hf_overrides=YARN | {"a": 1}), mark(quantization="awq"), mark()]
     assert name not in others
-
-
-def interleaved(**parallel: int) -> str:
-    return settings_mark(
-        SimpleNamespace(
-            model_config=Model(), cache_config=Cache(), parallel_config=Parallel(**parallel)
-        )
-    )
-
-
-def test_which_tokens_a_rank_keeps_is_in_the_name_for_scheduler_and_workers_alike():
-    shared = {"decode_context_parallel_size": 2}
-    scheduler = interleaved(**shared, dcp_kv_cache_interleave_size=16)
-    worker = interleaved(**shared, dcp_kv_cache_interleave_size=16, cp_kv_cache_interleave_size=16)
-    assert scheduler == worker
-    assert len({scheduler, interleaved(**shared), interleaved()}) == 3
-    assert interleaved() == interleaved(cp_kv_cache_interleave_size=16) == ""
 
 
 def test_the_order_of_what_is_set_is_not_in_the_name():

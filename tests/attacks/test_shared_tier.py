@@ -16,9 +16,9 @@ from support import sharing
 from support.server_disk import OBJECT, SHAPE
 from support.servers import PASSWORD, Server, needs_server
 
-from lmcache_xpu.tiers import complaints, shared_l2, shared_values
+from lmcache_xpu import tiers
+from lmcache_xpu.tiers import PASSWORD_VARIABLE, shared_l2, shared_values
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, pack_chunk
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
 LOOKUP_S = 0.1  # in place of a second, to be quick
 
@@ -83,8 +83,8 @@ def engine_of(server):
 def quick(monkeypatch):
     """Where a budget runs out. A good server has all of it: this machine may be busy."""
     monkeypatch.setattr(shared_l2, "LOOKUP_S", LOOKUP_S)
-    monkeypatch.setattr(complaints.LOGGERS["shared"], "propagate", True)
-    monkeypatch.setattr(complaints, "_quiet_until", {})
+    monkeypatch.setattr(tiers.LOGGERS["shared"], "propagate", True)
+    monkeypatch.setattr(tiers, "_quiet_until", {})
 
 
 @pytest.mark.usefixtures("quick")

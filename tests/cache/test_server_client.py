@@ -26,12 +26,12 @@ def server():
         yield server
 
 
-def config(*, rank: int = 0, tensor: int = 1, pipeline: int = 1, context: int = 1):
+def config(*, rank: int = 0, tensor: int = 1, pipeline: int = 1, **context: int):
     parallel = SimpleNamespace(
         world_size=tensor * pipeline,
         rank=rank,
         tensor_parallel_size=tensor,
-        decode_context_parallel_size=context,
+        **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **context},
     )
     return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(model="m"))
 
@@ -49,9 +49,11 @@ def test_what_ranks_hold_alike_has_one_key(monkeypatch, is_mla: bool, rank: int,
     assert KeyScope.of(config(rank=rank, tensor=2, pipeline=2)) == scope
 
 
-def test_ranks_that_share_out_tokens_are_refused():
-    with pytest.raises(SettingsError, match="decode_context_parallel_size=2"):
-        KeyScope.of(config(tensor=2, context=2))
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_ranks_that_share_out_tokens_are_refused(phase: str):
+    name = f"{phase}_context_parallel_size"
+    with pytest.raises(SettingsError, match=f"{name}=2"):
+        KeyScope.of(config(tensor=2, **{name: 2}))
 
 
 def test_a_key_names_one_worker_or_all(server):

@@ -95,8 +95,8 @@ def test_vllms_log_line_has_the_sums_of_all_workers_and_steps(monkeypatch):
     lines: list[str] = []
     made.log(lambda line, *args: lines.append(line % args))
     assert lines == [
-        "KV Transfer metrics: load_cpu_tokens=768, load_cpu_mib=3.0, load_cpu_s=1.5, "
-        "load_disk_io_errors=2, load_fallbacks=1, disk_limit_gib=4.0, disk_used_gib=2.0"
+        "KV Transfer metrics: load_cpu_mib=3.0, load_disk_io_errors=2, load_fallbacks=1, "
+        "load_cpu_s=1.5, load_cpu_tokens=768, disk_limit_gib=4.0, disk_used_gib=2.0"
     ]
     made.log(lambda line, *args: lines.append(line % args))
     assert len(lines) == 1, "an interval without any is not logged"

@@ -184,7 +184,7 @@ def test_what_is_still_on_its_way_is_decided_by_a_thread_that_goes_on_after_an_e
     stored, monkeypatch
 ):
     """An error there, as of a device that is lost, costs no other load."""
-    ends, finish = threading.Event(), stored.transfers._moves.finish
+    ends, finish = threading.Event(), stored.transfers.moves.finish
     errors = [RuntimeError("planted")]
 
     def finished(located):
@@ -193,7 +193,7 @@ def test_what_is_still_on_its_way_is_decided_by_a_thread_that_goes_on_after_an_e
         return finish(located)
 
     monkeypatch.setattr(LoadPipeline, "is_done", property(lambda load: ends.is_set()))
-    monkeypatch.setattr(stored.transfers._moves, "finish", finished)
+    monkeypatch.setattr(stored.transfers.moves, "finish", finished)
     stored.load()
     first = stored.loads.take()
     stored.loads.begin_step(OTHERS)
@@ -237,8 +237,8 @@ def test_loads_are_counted_by_their_way(stored):
     stored.load()
     succeeds(stored.transfers.load(chunks_of(LOADED), stored.transfers.event()))
     assert (count("step"), count("async")) == (before[0] + 1, before[1] + 1)
-    assert stored.transfers.take_speed() > 0
-    assert stored.transfers.take_speed() is None
+    assert stored.transfers.moves.take_speed() > 0
+    assert stored.transfers.moves.take_speed() is None
 
 
 def test_layers_that_are_not_alike_come_one_after_another():
@@ -257,7 +257,7 @@ def test_layers_that_are_not_alike_come_one_after_another():
 def test_where_the_engine_does_not_stop_at_all_layers_all_are_there_before_the_step(stored):
     """An indexer of sparse attention has a KV cache, which it reads without a call."""
     transfers = stored.transfers
-    loads = StepLoads(transfers._moves, [stored.copies], LAYERS[1:], 0, LOAD_SERVER, print)
+    loads = StepLoads(transfers.moves, [stored.copies], LAYERS[1:], 0, LOAD_SERVER, print)
     loads.ask(chunks_of(LOADED))
     loads.begin_answered(1000)
     loads.begin(whole=False)
@@ -274,7 +274,7 @@ def test_every_layer_is_ordered_before_who_reads_it(machine):
     try:
         transfer, chunks = Transfer("request", frozenset(STORED)), chunks_of(STORED)
         event = engine.transfers.event()
-        engine.transfers._moves.store(transfer, chunks, event)  # the GPU is this thread's
+        engine.transfers.moves.store(transfer, chunks, event)  # the GPU is this thread's
         assert engine.load() == [True] * len(LAYERS)
         assert not set(engine.loads.take())
         assert unchanged(engine, [block for block in range(BLOCKS) if block not in LOADED])

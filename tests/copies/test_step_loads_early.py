@@ -45,7 +45,7 @@ def test_a_server_that_is_lost_before_the_step_fails_the_load_in_it(stored):
 
 def test_what_needs_no_answer_of_the_server_is_done_while_it_looks(stored, monkeypatch):
     """Of all loads of the step: the server answers one after another."""
-    done, moves = [], stored.transfers._moves
+    done, moves = [], stored.transfers.moves
     seals, answer = moves._seals, stored.transfers._server.answer
 
     def sealed(*arguments):

@@ -61,7 +61,7 @@ class Engine:
         self.before = {name: layer.clone() for name, layer in self.layers.items()}
         chunks, event = chunks_of(*STORED), self.transfers.event()
         # On a GPU imitated for this thread.
-        self.transfers._moves.store(Transfer("request", frozenset()), chunks, event)
+        self.transfers.moves.store(Transfer("request", frozenset()), chunks, event)
 
     def load(self, *, visited=LAYERS, kept: int = 0) -> list[bool]:
         """A step that loads; whether each layer was there when the engine came to it."""
@@ -193,7 +193,7 @@ class States:
         self.before = self.attention.clone(), self.page.clone()
         chunks = chunks_of(STORED[1], STATE_STORED)
         transfer = Transfer("request", frozenset())
-        self.transfers._moves.store(transfer, chunks, self.transfers.event())
+        self.transfers.moves.store(transfer, chunks, self.transfers.event())
 
     def begin(self, *, ahead: bool) -> None:
         """Begin a step that loads, as a scheduler in the worker's process does or not."""

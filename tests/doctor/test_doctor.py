@@ -92,13 +92,13 @@ def test_no_check_of_the_gpu_is_left_out(machine, monkeypatch):
     names = [check.name for check in doctor.examine(load(port=65431), machine())]
     assert {"device nodes", "kernel driver", "oneAPI runtime", "PyTorch's devices"} <= set(names)
     assert {"pinned memory", "copy engine"} <= set(names)
-    assert not {"GPUs together", "memory handles"} & set(names)
-    two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
+    assert "memory handles" not in names
+    two = dataclasses.replace(B60, gpus=B60.gpus * 2)
     rival = machine(torch=lambda: two, environ={"VLLM_CPU_KVCACHE_SPACE": "8"})
     checks = {
         check.name: check for check in doctor.examine(load(port=65431, tensor_parallel=2), rival)
     }
-    assert {"GPUs together", "memory handles"} <= checks.keys()
+    assert "memory handles" in checks
     assert said(checks["environment"], "fail", "Unset VLLM_CPU_KVCACHE_SPACE")
     assert said(checks["port"], "ok", ":65431 is free")
 

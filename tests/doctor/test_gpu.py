@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
-import torch
 from support.checks import B60, load, said
 
 from lmcache_xpu.doctor import gpu
@@ -72,28 +69,6 @@ def test_what_pytorch_sees():
     eight = load(tensor_parallel=2, pipeline_parallel=2, data_parallel=2)
     product = "tensor_parallel=2 x pipeline_parallel=2 x data_parallel=2"
     assert said(gpu.check_torch(B60, eight), "fail", product)
-
-
-def test_gpus_that_share_layers_reach_each_other():
-    two = dataclasses.replace(B60, gpus=B60.gpus * 2, apart=())
-    assert said(gpu.check_peers(two, load(tensor_parallel=2)), "ok", "all 2 reach each other")
-    apart = dataclasses.replace(two, apart=((0, 1), (1, 0)))
-    check = gpu.check_peers(apart, load(tensor_parallel=2))
-    assert said(check, "warn", "memory: 0 and 1", "tensor_parallel=2 exchanges", "ZE_AFFINITY_MASK")
-    older = dataclasses.replace(two, apart=None)
-    assert said(gpu.check_peers(older, load(tensor_parallel=2)), "skip", "2.14.0+xpu can't tell")
-
-
-def test_pytorch_is_asked_of_each_pair_of_gpus(monkeypatch):
-    card = SimpleNamespace(name="card", total_memory=1)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda number: card)
-    monkeypatch.setattr(torch.xpu, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
-    facts = TorchFacts.probe()
-    assert (len(facts.gpus), facts.apart) == (3, ((0, 2), (2, 0)))
-    monkeypatch.delattr(torch.xpu, "can_device_access_peer")
-    assert TorchFacts.probe().apart is None
 
 
 def test_handles_of_device_memory_pass_between_processes(machine):

@@ -10,7 +10,6 @@ from support.listening import listening
 
 from lmcache_xpu.doctor import memory
 from lmcache_xpu.launch.engine_arguments import engine_variables
-from lmcache_xpu.launch.machine import TorchFacts
 from lmcache_xpu.transfer import pool_memory
 
 
@@ -64,19 +63,14 @@ def test_the_way_of_the_cpu_tier_is_the_rule_of_the_engine(machine, cpu_gib, car
     environ = engine_variables(settings, {})
     size, most = int(cpu_gib * GIB), pool_memory.limit(card_gib * GIB)
     assert pool_memory.fits(size, most, environ) == ("pinned allocation each" in way)
-    facts = TorchFacts("2.14.0+xpu", (("large", 48 * GIB), ("small", card_gib * GIB)))
-    assert said(memory.check_pinned(machine(), settings, facts), "ok", way)
+    gpus = (("large", 48 * GIB), ("small", card_gib * GIB))
+    assert said(memory.check_pinned(machine(), settings, gpus), "ok", way)
 
 
 def test_pinned_memory_against_limits_and_settings_of_others(machine):
     settings = load(cpu_gib=8, device="xpu")
-    risky = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1024"}
-    check = memory.check_pinned(
-        machine(environ=risky), settings, TorchFacts("2.13.0+xpu", B60.gpus)
-    )
-    assert said(check, "warn", "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
-    harmless = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512,max_split_size_mb:64"}
-    assert memory.check_pinned(machine(environ=harmless), settings, B60).outcome == "ok"
+    theirs = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512,max_split_size_mb:64"}
+    assert memory.check_pinned(machine(environ=theirs), settings, B60.gpus).outcome == "ok"
 
 
 def test_shared_memory_matters_with_several_workers(machine, monkeypatch):

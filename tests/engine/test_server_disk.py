@@ -9,7 +9,7 @@ import pytest
 from support.lmcache_server import CHUNK, CHUNK_TOKENS, Client, Server
 from support.until import until
 
-from lmcache_xpu.tiers.server_options import disk_option
+from lmcache_xpu.tiers import disk_option
 
 pytestmark = pytest.mark.engine
 

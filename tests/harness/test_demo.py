@@ -6,13 +6,11 @@ import io
 import os
 import re
 import socket
-import threading
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.until import until
 from typer.testing import CliRunner
 
 from lmcache_xpu.cli import app
@@ -241,20 +239,16 @@ def test_a_given_port_is_used(engine, tmp_path):
     assert all(isinstance(e.log, Path) for e in engine.started)
 
 
-def test_a_long_step_goes_on_telling_where_the_output_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(demo, "TELL_S", 0.01)
+def test_a_step_is_named_and_timed_where_the_output_is_no_terminal():
     lines = io.StringIO()
     with demo.doing(Console(file=lines), "waiting"):
-        until(lambda: lines.getvalue().count("s  waiting ...") >= 2)
+        pass
     assert lines.getvalue().startswith("waiting ...\n")
     assert lines.getvalue().endswith("s  waiting: done\n")
 
 
-def test_a_step_that_fails_is_not_done_and_stops_telling(monkeypatch):
-    monkeypatch.setattr(demo, "TELL_S", 0.01)
-    before = set(threading.enumerate())
+def test_a_step_that_fails_is_not_done():
     lines = io.StringIO()
     with pytest.raises(KeyError), demo.doing(Console(file=lines), "waiting"):
         raise KeyError
-    assert "done" not in lines.getvalue()
-    until(lambda: set(threading.enumerate()) <= before)
+    assert lines.getvalue() == "waiting ...\n"

@@ -38,7 +38,7 @@ def test_the_doctor_passes_every_example(path, pod, monkeypatch):
         monkeypatch.setattr(memory, "check_server", lambda url: None)  # a side-car's runs before
         assert memory.check_memory(machine, loaded).outcome == "ok"
         if loaded.device == "xpu":
-            assert memory.check_pinned(machine, loaded, B60).outcome == "ok"
+            assert memory.check_pinned(machine, loaded, B60.gpus).outcome == "ok"
 
 
 def test_every_engine_of_data_parallelism_has_its_own(pod, monkeypatch):

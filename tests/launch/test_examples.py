@@ -42,5 +42,5 @@ def test_the_doctor_passes_every_example(tmp_path, where, cpu_gib):
     assert memory.check_memory(machine, settings).outcome == "ok"
     for card_gib in (16, 24):
         facts = TorchFacts("2.14.0+xpu", (("Intel Arc Pro", card_gib * GIB),))
-        check = memory.check_pinned(machine, settings, facts)
+        check = memory.check_pinned(machine, settings, facts.gpus)
         assert check.outcome == "ok", f"{where}: {check}"

@@ -23,7 +23,7 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from lmcache_xpu.cache.hit_places import Groups, Hit, Reservation, Rows, received, sent
 from lmcache_xpu.server.server_module import HitPlaces
-from lmcache_xpu.tiers.server_options import EVICTION_POLICY, EVICTION_WATERMARK
+from lmcache_xpu.tiers import EVICTION_POLICY, EVICTION_WATERMARK
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")

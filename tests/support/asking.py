@@ -46,7 +46,7 @@ class Asking:
         """Store chunks of a prompt; how many objects there was room for."""
         number, key = next(self._numbers), chunks(self.keys(prompt, end), start, end)
         slots = self.cache.reserve(number, key, [()] * len(self.windows)).result()
-        assert self.cache.commit(number).result() is bool(slots)
+        assert self.cache.commit(number).result() is bool(slots.rows)
         return len(slots.rows)
 
     def hit_of(self, handle: Any) -> int | None:

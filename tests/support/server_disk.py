@@ -24,8 +24,8 @@ from lmcache.v1.platform import consume_fd
 from support.chunk_files import file_of
 from support.until import until
 
+from lmcache_xpu.tiers import disk_option
 from lmcache_xpu.tiers.chunk_layout import object_name
-from lmcache_xpu.tiers.server_options import disk_option
 
 SHAPE = torch.Size([2, 2, 16, 128])
 LAYOUT = MemoryLayoutDesc([SHAPE], [torch.bfloat16])

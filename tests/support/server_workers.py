@@ -24,7 +24,7 @@ def busy(worker) -> bool:
 
 def way_of_asking(worker) -> str:
     """How this worker asks where chunks are."""
-    return type(half().transfers._moves._places).__name__
+    return type(half().transfers.moves._places).__name__
 
 
 def answers(worker) -> bool:

@@ -14,7 +14,7 @@ from support import server_disk
 from support.server_disk import FILE, L1_OBJECTS, LAYOUT, OBJECT, make_key
 from support.until import until
 
-from lmcache_xpu.tiers.server_options import disk_option, shared_option
+from lmcache_xpu.tiers import disk_option, shared_option
 from lmcache_xpu.tiers.shared_values import value_name
 
 

@@ -9,9 +9,9 @@ from support.chunk_files import NO_LIMIT
 from support.servers import PASSWORD, Server
 from support.storage import Engine
 
-from lmcache_xpu.tiers import complaints
+from lmcache_xpu import tiers
+from lmcache_xpu.tiers import PASSWORD_VARIABLE
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def engines(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_complaints_before(monkeypatch):
-    monkeypatch.setattr(complaints, "_quiet_until", {})
+    monkeypatch.setattr(tiers, "_quiet_until", {})
 
 
 @pytest.fixture

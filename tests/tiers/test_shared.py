@@ -16,11 +16,11 @@ from support.server_disk import LAYOUT, OBJECT, make_key
 from support.servers import PASSWORD, Server, certificate, needs_server
 from support.until import until
 
+from lmcache_xpu import tiers
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.engine_arguments import engine_variables, vllm_arguments
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers import complaints, shared_l2, shared_values
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
+from lmcache_xpu.tiers import PASSWORD_VARIABLE, URL_KEY, shared_l2, shared_values
 from lmcache_xpu.tiers.shared_l2 import SharedL2Adapter
 
 TOKENS = 16
@@ -205,7 +205,7 @@ def test_without_a_server_nothing_waits_and_nothing_fails_and_it_comes_back(
 @needs_server
 def test_a_server_that_was_restarted_is_used_at_once(engine, server, caplog, monkeypatch):
     """The client's connections, several after a load, are closed; nobody is to wait for that."""
-    monkeypatch.setattr(complaints.LOGGERS["shared"], "propagate", True)
+    monkeypatch.setattr(tiers.LOGGERS["shared"], "propagate", True)
     first = engine()
     first.store(range(6))
     assert first.load(range(6)) == list(range(6))
@@ -241,7 +241,7 @@ def test_an_end_does_not_wait_for_a_server_that_hangs(engine, server, monkeypatc
 @needs_server
 def test_a_wrong_password_is_said_and_not_shown(engine, monkeypatch, caplog):
     monkeypatch.setenv(PASSWORD_VARIABLE, "wr0ng")
-    monkeypatch.setattr(complaints.LOGGERS["shared"], "propagate", True)
+    monkeypatch.setattr(tiers.LOGGERS["shared"], "propagate", True)
     assert engine().look_up([1]) == []
     assert "shared tier: left alone for 10 s: invalid username-password" in caplog.text
     assert "wr0ng" not in caplog.text

@@ -13,7 +13,8 @@ from prometheus_client import REGISTRY
 from support.server_disk import OBJECT, content, make_key
 from support.servers import needs_server
 
-from lmcache_xpu.tiers import complaints, shared_l2, shared_values
+from lmcache_xpu import tiers
+from lmcache_xpu.tiers import shared_l2, shared_values
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
 from lmcache_xpu.tiers.disk.chunk_file import HEADER_BYTES, identify_chunk, pack_chunk
 
@@ -128,7 +129,7 @@ def test_a_value_is_a_chunk_file(engine, server, tmp_path):
 
 
 def test_a_full_server_goes_on_being_read(engine, server, monkeypatch, caplog):
-    monkeypatch.setattr(complaints.LOGGERS["shared"], "propagate", True)
+    monkeypatch.setattr(tiers.LOGGERS["shared"], "propagate", True)
     monkeypatch.setattr(shared_l2, "AWAY_S", 0.5)
     first = engine()
     first.store([1, 2])

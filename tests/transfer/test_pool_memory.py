@@ -25,7 +25,6 @@ from lmcache_xpu.transfer.pool_memory import (
     exact_above,
     fits,
     limit,
-    risky,
 )
 
 MIB, GIB = 2**20, 2**30
@@ -95,10 +94,6 @@ def test_which_sizes_are_pinned_as_they_are():
     both = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512, pinned_max_round_threshold_mb:64"}
     assert exact_above(both) == 64 * MIB
     assert exact_above({"PYTORCH_CUDA_ALLOC_CONF": "backend:native", **EXACT}) == math.inf
-    assert risky(both, "2.13.0+xpu")
-    assert not risky(both, "2.14.0+xpu")
-    assert not risky(EXACT, "2.13.0+xpu")
-    assert not risky({}, "2.13.0+xpu")
     assert fits(12 * GIB, limit(), EXACT)
     assert fits(16 * GIB, limit(), EXACT)
     assert not fits(16 * GIB + 1, limit(), EXACT)

@@ -6,7 +6,7 @@ import heapq
 import json
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise, takewhile
@@ -29,6 +29,8 @@ from lmcache_xpu.tiers.disk.chunk_file import disk_bytes
 MOONCAKE_TOKENS, TIMED_TOKENS, AGENT_TOKENS = 512, 16, 64  # of a block
 NEXT_S, PAUSE_S = 60.0, 3600.0  # until the next session of a user, and at most until a request
 ROUND_S, TOKENS_PER_WORD = 30.0, 1.5  # of a conversation that says neither
+COLOURS = ("#0068b5", "#d9822b", "#6b7280")
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 360" font-family="sans-serif"'
 OBJECT_BYTES = 4096  # of a chunk: LMCache gives its memory out in pages
 STEP_CHUNKS = 8  # that are stored at once before a disk: an engine stores what a step computes
 STORE_S = 30.0  # at most, until a disk has written these
@@ -241,3 +243,28 @@ def _hit(request: Request, kept: Container[int]) -> int:
 
 
 POLICIES = {"plain LRU": plain_lru, "optimum": optimum}  # beside those of the tiers
+
+
+def draw(tokens: Sequence[int], computed: Mapping[str, Sequence[float]]) -> str:
+    """Return an SVG picture with a line for each policy, over tiers of so many tokens.
+
+    Lines are tokens computed, over those of endless memory: a ratio for each tier.
+    """
+    most = max(map(max, computed.values()))
+
+    def x(place: int) -> float:
+        return 60 + 520 * place / max(1, len(tokens) - 1)
+
+    def y(ratio: float) -> float:
+        return 320 - 280 * ratio / most
+
+    parts = [SVG + ' font-size="12">', '<path d="M60 40V320H580" fill="none" stroke="#9ca3af"/>']
+    for ratio in {1.0, most}:
+        parts.append(f'<text x="55" y="{y(ratio):.0f}" text-anchor="end">{ratio:.3g}</text>')
+    for place, size in enumerate(tokens):
+        parts.append(f'<text x="{x(place):.0f}" y="340" text-anchor="middle">{size:,}</text>')
+    for (name, ratios), colour, at in zip(computed.items(), COLOURS, (60, 160, 260), strict=True):
+        points = " ".join(f"{x(place):.0f},{y(ratio):.1f}" for place, ratio in enumerate(ratios))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+        parts.append(f'<text x="{at}" y="20" fill="{colour}">{name}</text>')
+    return "\n".join([*parts, "</svg>\n"])

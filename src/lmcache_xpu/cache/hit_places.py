@@ -71,7 +71,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectSlots:
-    """Objects in the memory that a cache lends; false if there are none."""
+    """Objects in the memory that a cache lends."""
 
     rows: Rows  # sorted; chunks counted from the range's first one, offsets and lengths in bytes
 
@@ -83,9 +83,6 @@ class ObjectSlots:
             raise TransferError(f"objects of groups {named}", f"of {groups} groups")
         return cls(sorted(rows))
 
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
     def of_group(self, group: int) -> list[tuple[int, int]]:
         """Offsets and lengths of a group's objects."""
         return [(offset, length) for number, _, offset, length in self.rows if number == group]
@@ -93,16 +90,6 @@ class ObjectSlots:
     def chunks(self, group: int) -> list[int]:
         """The chunks of a group."""
         return [chunk for number, chunk, *_ in self.rows if number == group]
-
-    @property
-    def ends(self) -> list[int]:
-        """Of all objects, the byte behind the last one."""
-        return [offset + length for *_, offset, length in self.rows]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all objects."""
-        return sum(length for *_, length in self.rows)
 
 
 def needed_chunks(count: int, windows: Sequence[int]) -> list[range]:

@@ -32,8 +32,8 @@ from lmcache_xpu.cache.room import Room, object_layout
 from lmcache_xpu.cache.server import LentMemory
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import CPU_LIMIT_BYTES, CPU_USED_BYTES
+from lmcache_xpu.tiers import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.server_options import EVICTION_POLICY, EVICTION_WATERMARK
 from lmcache_xpu.transfer.devices import is_host, most_pinned
 from lmcache_xpu.transfer.pool_memory import PoolMemory
 from lmcache_xpu.versions.lmcache_server import begin_prefetch

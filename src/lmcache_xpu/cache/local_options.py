@@ -11,7 +11,7 @@ from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2Adapter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.tiers.server_options import disk_option, shared_option
+from lmcache_xpu.tiers import disk_option, shared_option
 
 CPU, DISK, SHARED = "cpu", "disk", "shared"  # the tiers' names
 

@@ -58,12 +58,10 @@ class KeyScope(NamedTuple):
         from lmcache.integration.vllm.utils import mla_only  # imports vLLM
 
         parallel, model = config.parallel_config, config.model_config
-        if parallel.decode_context_parallel_size > 1:
-            raise SettingsError(
-                f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
-                "1: each rank has all tokens",
-                "Serve this model without KV-cache offload (--no-offload).",
-            )
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                fix = "Serve this model without KV-cache offload (--no-offload)."
+                raise SettingsError(f"{name}={size}", "1: each rank has all tokens", fix)
         ranks, rank, tensor = parallel.world_size, parallel.rank, parallel.tensor_parallel_size
         if not mla_only(model):
             return cls(model.model, ranks, rank, 1, True, tensor)

@@ -72,11 +72,6 @@ class Room:
         """Have one of LMCache's listeners called for what memory gains and loses."""
         self._memory.register_listener(listener)
 
-    @property
-    def reads(self) -> int:
-        """How many questions are being read."""
-        return len(self._reads)
-
     def locate(
         self,
         question: Hashable,

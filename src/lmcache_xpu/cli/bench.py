@@ -147,8 +147,7 @@ def trace(
 ) -> None:
     """Replay a trace for each size of a tier, and show what is hit and what is computed."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # else a line for each hit
-    from lmcache_xpu.bench.trace import POLICIES, hit_tokens, plain_lru, read, tiers
-    from lmcache_xpu.bench.trace_plot import draw
+    from lmcache_xpu.bench.trace import POLICIES, draw, hit_tokens, plain_lru, read, tiers
     from lmcache_xpu.launch.preflight import check_file
 
     for name, file_to_write in (("--json", json_file), ("--plot", plot)):

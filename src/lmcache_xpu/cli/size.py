@@ -22,7 +22,6 @@ from lmcache_xpu.launch.sizing import (
     Fit,
     KVShape,
     fit,
-    own_cache_gib,
 )
 
 _DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
@@ -105,7 +104,8 @@ def size(
     weights = weights_bytes(model) if gpu_gib is not None else None
     room = None
     if gpu_gib is not None and weights is not None:
-        room = own_cache_gib(gpu_gib, memory_fraction, weights, ranks)
+        # The most: the engine measures what computing and graphs take of it. Below 0: too large.
+        room = gpu_gib * memory_fraction - weights / ranks / GIB
     own_gib = kv_cache_gib if kv_cache_gib is not None or room is None else max(room, 0.0)
     result = fit(
         shape,

@@ -27,8 +27,10 @@ from lmcache_xpu import metrics
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 COUNTS, LEVELS = "counts", "levels"
+# Of counts that the log line shows in another unit: that, its size, and digits behind the point.
+UNITS = {"bytes": ("mib", 2**20, 1), "seconds": ("s", 1, 4)}
 
 
 def take() -> ConnectorStats | None:
@@ -69,16 +71,10 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # untyped base
             _add_up(counts, stats[COUNTS])
             _add_up(levels, stats[LEVELS])
         shown: dict[str, int | float] = {}
-        flows = (key.removeprefix("bytes ") for key in counts if key.startswith("bytes "))
-        for flow in sorted(flows):
-            name = flow.replace(" ", "_")
-            shown[f"{name}_tokens"] = int(counts.get(f"tokens {flow}", 0))
-            shown[f"{name}_mib"] = round(counts[f"bytes {flow}"] / MIB, 1)
-            shown[f"{name}_s"] = round(counts.get(f"seconds {flow}", 0.0), 4)
         for key, amount in sorted(counts.items()):
-            kind, flow = key.split(" ", 1)
-            if kind in ("errors", "fallbacks", "loads"):
-                shown[f"{flow.replace(' ', '_')}_{kind}"] = int(amount)
+            kind, *flow = key.split(" ")
+            unit, size, digits = UNITS.get(kind, (kind, 1, None))
+            shown["_".join((*flow, unit))] = round(amount / size, digits)
         for key, value in sorted(levels.items()):
             shown[key.replace("_bytes", "_gib")] = round(value / GIB, 3)
         return shown

@@ -194,7 +194,7 @@ class WorkerHalf:
         report = WorkerReport(
             failed,
             self.transfers.take_damaged(),
-            self.transfers.take_speed(),
+            self.transfers.moves.take_speed(),
             None if self._step is None else self._step.number,
             self._outdated if self._outdated >= self._epoch else -1,
         )

@@ -40,9 +40,10 @@ class Located(NamedTuple):
 
     def check(self) -> None:
         """Compare the seals; GivenUpError if an object is not what it should be."""
-        pool = self.asked.memory.pool
-        if self.seals is not None and seals_at(pool, self.slots.ends) != self.seals:
-            raise GivenUpError("damaged")
+        if self.seals is not None:
+            ends = [offset + length for *_, offset, length in self.slots.rows]
+            if seals_at(self.asked.memory.pool, ends) != self.seals:
+                raise GivenUpError("damaged")
 
 
 class Moves:
@@ -91,7 +92,7 @@ class Moves:
         slots = self._server.answer(
             places.reserve(number, key, lacked), lambda: transfer.is_cancelled
         )
-        if not slots:
+        if not slots.rows:
             return  # all are there, or there is no room
         try:
             objects, handles = self._objects(memory, slots), list[StoreHandle]()
@@ -232,7 +233,8 @@ class Moves:
     def _count(self, flow: Flow, slots: ObjectSlots, begun: float) -> int:
         chunks = max(len(slots.chunks(number)) for number in range(len(self._groups)))
         tokens = chunks * self._client.chunk_tokens
-        flow.moved(time.monotonic() - begun, size_bytes=slots.nbytes, tokens=tokens)
+        nbytes = sum(length for *_, length in slots.rows)
+        flow.moved(time.monotonic() - begun, size_bytes=nbytes, tokens=tokens)
         return tokens
 
 

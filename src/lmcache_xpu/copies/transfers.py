@@ -52,7 +52,7 @@ class Transfers:
         self._client = client
         self._device = groups[0].device
         self._server = Server(client.healthy, self._device, timeout_s)
-        self._moves = Moves(self._server, groups, client)
+        self.moves = Moves(self._server, groups, client)
         load_failed = functools.partial(self._failed, client.load_flow)
         self._stores = TransferQueue("stores", functools.partial(self._failed, client.store_flow))
         self._loads = TransferQueue("loads", load_failed)
@@ -60,11 +60,7 @@ class Transfers:
         self._waited: list[Transfer] = []  # loads, until `take_ended` names their requests
         self._unfilled: set[int] = set()
         flow = client.load_flow
-        self.in_steps = StepLoads(self._moves, groups, layers, draft_layers, flow, load_failed)
-
-    def take_speed(self) -> float | None:
-        """Return the tokens per second of loads beside steps since the last call, if any ended."""
-        return self._moves.take_speed()
+        self.in_steps = StepLoads(self.moves, groups, layers, draft_layers, flow, load_failed)
 
     def take_damaged(self) -> set[str]:
         """Requests whose loads met something else than they should, since the last call."""
@@ -111,7 +107,7 @@ class Transfers:
             before = self._server.map(requests.register_kv_cache_engine_driven_context(described))
         else:
             self._server.lend(local.memory())
-        self._moves.begin_with_server()
+        self.moves.begin_with_server()
         if before is not None:
             self._give_back(before)
 
@@ -138,7 +134,7 @@ class Transfers:
 
     def unregister(self) -> None:
         """Tell the server that this worker ends; waits for it."""
-        self._moves.end_with_server()
+        self.moves.end_with_server()
         if self._client.local is not None:
             return
         requests = self._client.requests
@@ -165,7 +161,7 @@ class Transfers:
         """
         transfer = Transfer(chunks.request_id, block_ids(chunks, self._kv_groups))
         gates = [self.in_steps.outcomes.gate(sources)] if sources else []
-        move = functools.partial(self._moves.store, transfer, chunks, event)
+        move = functools.partial(self.moves.store, transfer, chunks, event)
         self._stores.add(transfer, *gates, move)
         return transfer
 
@@ -174,7 +170,7 @@ class Transfers:
         transfer = Transfer(chunks.request_id, block_ids(chunks, self._kv_groups))
         loaded("async")
         self._waited.append(transfer)
-        self._loads.add(transfer, functools.partial(self._moves.load, transfer, chunks, event))
+        self._loads.add(transfer, functools.partial(self.moves.load, transfer, chunks, event))
         return transfer
 
     def fail(self, unserved: Mapping[str, frozenset[int]]) -> None:

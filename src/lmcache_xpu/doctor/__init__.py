@@ -12,7 +12,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.doctor import gpu, memory, software, storage
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import check_environment, check_port, preflight
 from lmcache_xpu.launch.serve import built_for, resolve_device
 from lmcache_xpu.launch.settings import Settings
@@ -83,11 +83,9 @@ def _gpu(settings: Settings, machine: Machine) -> Iterator[Check]:
     yield gpu.check_runtime(machine)
     facts = machine.torch()
     yield gpu.check_torch(facts, settings)
-    if settings.tensor_parallel > 1 and len(facts.gpus) > 1:
-        yield gpu.check_peers(facts, settings)
     yield from _cards(settings, machine)
     if settings.offload:
-        yield memory.check_pinned(machine, settings, facts)
+        yield memory.check_pinned(machine, settings, facts.gpus)
 
 
 def _cards(settings: Settings, machine: Machine) -> Iterator[Check]:
@@ -128,6 +126,5 @@ def _quick_checks(settings: Settings, machine: Machine) -> Iterator[Check]:
     if settings.devices > 1 or settings.is_server:
         yield memory.check_shared_memory(machine, settings)
     if settings.device == "xpu":
-        torch = TorchFacts(versions.installed().torch or "")  # the cards would need its import
-        yield memory.check_pinned(machine, settings, torch)
+        yield memory.check_pinned(machine, settings)  # of any card: to see them takes PyTorch
     yield storage.check_disk_room(machine, settings)

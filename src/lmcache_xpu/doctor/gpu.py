@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_xpu.doctor.check import Check, fail, ok, passes, skip, warn
+from lmcache_xpu.doctor.check import Check, fail, ok, passes, warn
 from lmcache_xpu.launch.machine import Machine, TorchFacts
 from lmcache_xpu.launch.preflight import check_render_nodes
 from lmcache_xpu.launch.settings import Settings
@@ -78,21 +78,6 @@ def check_torch(facts: TorchFacts, settings: Settings) -> Check:
         state = f"{len(facts.gpus)} for {sizes}: {gpus}"
         return fail(name, state, "Lower that, pass more devices, or widen ZE_AFFINITY_MASK.")
     return ok(name, gpus)
-
-
-def check_peers(facts: TorchFacts, settings: Settings) -> Check:
-    """Check that the GPUs that share layers reach each other's memory, as PyTorch tells."""
-    name, needed = "GPUs together", settings.tensor_parallel
-    if facts.apart is None:
-        return skip(name, f"torch {facts.version} can't tell")
-    if apart := [f"{a} and {b}" for a, b in facts.apart if a < b or (b, a) not in facts.apart]:
-        return warn(
-            name,
-            f"no access to each other's memory: {', '.join(apart)}",
-            f"What tensor_parallel={needed} exchanges then goes through host memory, which is "
-            "slower. GPUs behind one PCIe root may do better; choose them with ZE_AFFINITY_MASK.",
-        )
-    return ok(name, f"all {len(facts.gpus)} reach each other's memory")
 
 
 def check_handles(machine: Machine) -> Check:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 
 from lmcache_xpu.doctor.check import Check, fail, ok, passes, warn
 from lmcache_xpu.launch.cache_server import check_room
 from lmcache_xpu.launch.engine_arguments import engine_variables
-from lmcache_xpu.launch.machine import Machine, TorchFacts
+from lmcache_xpu.launch.machine import Machine
 from lmcache_xpu.launch.preflight import check_server
 from lmcache_xpu.launch.settings import Settings
 from lmcache_xpu.transfer import pool_memory
@@ -36,19 +37,13 @@ def check_memory(machine: Machine, settings: Settings) -> Check:
     return ok(name, state)
 
 
-def check_pinned(machine: Machine, settings: Settings, facts: TorchFacts) -> Check:
-    """Check how the device reaches the CPU tier, and that nothing is against it."""
+def check_pinned(
+    machine: Machine, settings: Settings, gpus: Iterable[tuple[str, int]] = ()
+) -> Check:
+    """Say how devices of these names and bytes reach the CPU tier."""
     name, tier = "pinned memory", settings.cpu_gib
     environ = {**machine.environ, **engine_variables(settings, machine.environ)}
-    if pool_memory.risky(environ, facts.version):
-        return warn(
-            name,
-            f"PyTorch's allocator keeps blocks above {pool_memory.ROUNDED} that it does not "
-            "round up",
-            "PyTorch 2.13 then hands out blocks that are too small, and copies end in a "
-            f"segmentation fault: set {pool_memory.CACHED} to the same or less.",
-        )
-    most = pool_memory.limit(min((size for _, size in facts.gpus), default=None))
+    most = pool_memory.limit(min((size for _, size in gpus), default=None))
     if pool_memory.fits(int(tier * GIB), most, environ):
         how = "one pinned allocation each, not counted against the container's limit"
     else:

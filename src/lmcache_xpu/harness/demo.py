@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +38,6 @@ TEXT_CHARACTERS = 24_000  # about 6,000 tokens
 MAX_MODEL_LEN = 8_192
 ENGINE_TOKENS = 14_336  # two conversations, not three
 ANSWER_TOKENS = 16
-TELL_S = 10.0  # between two lines of one step, where the output is no terminal
 FREE_GIB = 2.0  # model, disk tier, logs, and room to breathe
 QUESTIONS = (
     "What is this text about?",
@@ -180,19 +178,11 @@ def tell(*, work: Path, port: int | None = None) -> list[Row]:
 
 @contextmanager
 def doing(console: Console, step: str) -> Iterator[None]:
-    """Name a step, say that it goes on, and how long it took."""
-    begin, ended = time.monotonic(), threading.Event()
-
-    def tell_time() -> None:
-        while not ended.wait(TELL_S):
-            console.print(f"{time.monotonic() - begin:4.0f} s  {step} ...")
-
+    """Name a step, and say how long it took."""
+    begin = time.monotonic()
     if not console.is_terminal:
         console.print(f"{step} ...")
-        threading.Thread(target=tell_time, daemon=True).start()
-    with ExitStack() as stack:
-        stack.callback(ended.set)
-        stack.enter_context(console.status(f"{step} ..."))
+    with console.status(f"{step} ..."):
         yield
     console.print(f"[dim]{time.monotonic() - begin:4.0f} s[/dim]  {step}: done")
 

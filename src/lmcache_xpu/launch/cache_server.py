@@ -25,7 +25,7 @@ from types import FrameType
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.server_options import (
+from lmcache_xpu.tiers import (
     EVICTION_POLICY,
     EVICTION_WATERMARK,
     PASSWORD_VARIABLE,

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from lmcache_xpu import versions
 from lmcache_xpu.launch.fields import CPU_KV_CACHE_GIB, ENV_PREFIX
 from lmcache_xpu.launch.settings import Settings
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE
+from lmcache_xpu.tiers import PASSWORD_VARIABLE
 from lmcache_xpu.transfer import pool_memory
 
 SCHEDULER = "lmcache_xpu.vllm_connector.LMCacheXPUScheduler"
-KEY_GUARD = "lmcache_xpu.launch.key_guard.KeyGuard"
+KEY_GUARD = "lmcache_xpu.vllm_hooks.key_guard.KeyGuard"
 
 
 def vllm_arguments(settings: Settings) -> list[str]:

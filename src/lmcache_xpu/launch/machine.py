@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +25,6 @@ class TorchFacts:
 
     version: str
     gpus: tuple[tuple[str, int], ...] = ()  # the name of each, and bytes of memory
-    # Pairs by number, of which the first can't reach the second's memory; None: PyTorch can't tell.
-    apart: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def probe(cls) -> TorchFacts:
@@ -35,11 +32,7 @@ class TorchFacts:
         import torch
 
         gpus = [torch.xpu.get_device_properties(i) for i in range(torch.xpu.device_count())]
-        pairs = itertools.permutations(range(len(gpus)), 2)
-        reaches = getattr(torch.xpu, "can_device_access_peer", None)  # not in older ones
-        apart = reaches and tuple(pair for pair in pairs if not reaches(*pair))
-        names = tuple((gpu.name, gpu.total_memory) for gpu in gpus)
-        return cls(torch.__version__, names, apart)
+        return cls(torch.__version__, tuple((gpu.name, gpu.total_memory) for gpu in gpus))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

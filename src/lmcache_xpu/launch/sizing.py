@@ -186,16 +186,6 @@ def agent_compute(tokens: float) -> float | None:
     return next((times for least, times in AGENT_COMPUTE.items() if tokens >= least), None)
 
 
-def own_cache_gib(
-    gpu_gib: float, memory_fraction: float, weights: int, devices_of_an_engine: int
-) -> float:
-    """Return the most that is left of a GPU for the engine's own cache; below 0: too large a model.
-
-    Activations and graphs take a part of it, which the engine measures as it starts.
-    """
-    return gpu_gib * memory_fraction - weights / devices_of_an_engine / GIB
-
-
 def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:
     """Return a layer's kind, its elements on one device, and what devices hold alike."""
     if latent := getattr(config, "kv_lora_rank", None):

@@ -35,7 +35,6 @@ NAMED: dict[str, tuple[str, ...]] = {
         *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
         *("enable_moe_shared_loras",),
     ),
-    "parallel_config": ("decode_context_parallel_size", "prefill_context_parallel_size"),
     "load_config": ("model_loader_extra_config",),
     "attention_config": ("indexer_kv_dtype",),
 }
@@ -74,7 +73,7 @@ def settings_mark(vllm_config: VllmConfig) -> str:
     method = getattr(model, "quantization", None)
     if method not in (None, "gguf") and not is_quantized:
         changed["quantization"] = method
-    changed |= _by_length(model) | _by_interleaving(getattr(vllm_config, "parallel_config", None))
+    changed |= _by_length(model)
     # vLLM itself sets what the model's files say, or float32.
     usual = ("auto", "float32", *_of_files(model, "mamba_ssm_cache_dtype", "mamba_ssm_dtype"))
     if (dtype := getattr(vllm_config.cache_config, "mamba_ssm_cache_dtype", "auto")) not in usual:
@@ -126,18 +125,6 @@ def _by_length(model: ModelConfig) -> dict[str, Any]:
         if tuning is not True or source != "auto":
             changed["attn_temperature_tuning"] = [tuning, source]
     return changed
-
-
-def _by_interleaving(parallel: Any) -> dict[str, Any]:
-    """Return how many tokens in a row a rank keeps, where ranks share out tokens.
-
-    vLLM's workers take the older field over into the newer one, and its scheduler does not.
-    """
-    older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
-    size = older if older > 1 else getattr(parallel, "cp_kv_cache_interleave_size", 1)
-    ranks = getattr(parallel, "decode_context_parallel_size", 1)
-    ranks *= getattr(parallel, "prefill_context_parallel_size", 1)
-    return {"interleave": size} if ranks > 1 and size != 1 else {}
 
 
 def _of_files(model: ModelConfig, *names: str) -> list[Any]:

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from lmcache_xpu import versions
 from lmcache_xpu.model.model_fingerprint import fingerprint
-from lmcache_xpu.tiers.complaints import complain
+from lmcache_xpu.tiers import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import BEHIND, FAILED
 

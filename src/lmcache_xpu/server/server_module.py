@@ -52,8 +52,8 @@ class HitPlaces(InstanceLivenessTarget, server_module_base()):  # type: ignore[m
         return self._context
 
     def report_status(self) -> dict[str, int]:
-        """Return how many hits are being read."""
-        return {"lmcache_xpu_hits_being_read": self._room.reads}
+        """Return nothing: the server's status page is not served, see `server_program`."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: what is locked ends with the server."""

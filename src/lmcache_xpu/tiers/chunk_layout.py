@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.distributed.api import EncodedObjectKey, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
-from lmcache_xpu.metrics import Flow, Stopwatch
+from lmcache_xpu.metrics import Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,14 @@ class ChunkLayout:
         dimension = 0 if self.fmt == MemoryFormat.KV_T2D else -2
         return int(self.shapes[0][dimension])
 
-    def count(self, flow: Flow, key: CacheEngineKey | ObjectKey, watch: Stopwatch) -> None:
-        """Count a chunk that was moved; of one in parts, the first part's key counts the tokens."""
+    def count(self, flow: Flow, key: CacheEngineKey | ObjectKey, begun: float) -> None:
+        """Count a chunk that was moved; of one in parts, the first part's key counts the tokens.
+
+        The move had `begun` at this time of `time.perf_counter`.
+        """
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
         tokens = self.tokens if is_first else 0
-        flow.moved(watch.seconds, size_bytes=self.size, tokens=tokens)
+        flow.moved(time.perf_counter() - begun, size_bytes=self.size, tokens=tokens)
 
 
 def object_name(key: ObjectKey) -> str:

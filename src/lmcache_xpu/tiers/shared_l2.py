@@ -26,9 +26,9 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED, Stopwatch
+from lmcache_xpu.metrics import LOAD_SHARED, STORE_SHARED
+from lmcache_xpu.tiers import complain
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.shared_values import SharedValues, fill, value_name
 from lmcache_xpu.tiers.task_results import NUMBERS, Task, TaskAnswers
 
@@ -128,12 +128,11 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
             each = zip(keys, objects, names, layouts, held, strict=False)
             for key, obj, name, layout, is_held in each:
                 if not is_held:
-                    watch = Stopwatch()
-                    with watch.running():
-                        if not self._values.put(name, layout, obj):
-                            reason = "behind"
-                            break
-                    layout.count(STORE_SHARED, key, watch)
+                    begun = time.perf_counter()
+                    if not self._values.put(name, layout, obj):
+                        reason = "behind"
+                        break
+                    layout.count(STORE_SHARED, key, begun)
                     sent += layout.size
                 done += 1
         except ResponseError as error:  # it answers: there is no cause to wait for its reads
@@ -194,16 +193,15 @@ class SharedL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  #
     def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
         if self._away or task.over:
             return
-        watch = Stopwatch()
+        begun = time.perf_counter()
         try:
             layout = _layout(obj)
-            with watch.running():
-                payload = self._values.get(value_name(key, layout), layout)
-                filled = payload is not None and task.hit(index, partial(fill, obj, payload))
+            payload = self._values.get(value_name(key, layout), layout)
+            filled = payload is not None and task.hit(index, partial(fill, obj, payload))
             if payload is None:
                 self._report(key, is_held=False)
             if filled:
-                layout.count(LOAD_SHARED, key, watch)
+                layout.count(LOAD_SHARED, key, begun)
         except Exception as error:
             self.leave_alone(error)
             LOAD_SHARED.failed("server", not task.over)

@@ -22,10 +22,9 @@ from redis.retry import Retry
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import LOAD_SHARED
+from lmcache_xpu.tiers import PASSWORD_VARIABLE, URL_KEY, complain
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_name
-from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_file import pack_chunk, unpack_chunk
-from lmcache_xpu.tiers.server_options import PASSWORD_VARIABLE, URL_KEY
 
 # The version of a value, as part of its name: engines with another one share a server with these,
 # and neither finds what the other stores.

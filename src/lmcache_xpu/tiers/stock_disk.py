@@ -23,6 +23,7 @@ The name of a chunk in the store, or of one layer of it:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,9 @@ from lmcache import torch_device_type
 from lmcache.utils import CacheEngineKey, LayerCacheEngineKey
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
+from lmcache_xpu.metrics import LOAD_DISK
+from lmcache_xpu.tiers import complain
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 
@@ -171,9 +172,8 @@ class DiskTier(StoragePluginInterface):  # type: ignore[misc]  # untyped base
         return objs[:length]
 
     def _read(self, key: CacheEngineKey, obj: MemoryObj) -> bool:
-        watch = Stopwatch()
-        with watch.running():
-            is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
+        begun = time.perf_counter()
+        is_hit = self._store.read(self.name(key), memoryview(obj.byte_array).cast("B"))
         if is_hit and (layout := ChunkLayout.of(obj)) is not None:
-            layout.count(LOAD_DISK, key, watch)
+            layout.count(LOAD_DISK, key, begun)
         return is_hit

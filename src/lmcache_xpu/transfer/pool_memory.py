@@ -30,7 +30,7 @@ ROUNDED, CACHED = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
 # reuse a freed block that is too small (aten/src/ATen/core/CachingHostAllocator.h, get_free_block;
 # 2.14 looks). A power of two, so that no kept block is larger.
 CACHED_MIB = 1024
-SINCE, MENDED = (2, 13), (2, 14)  # what an older PyTorch doesn't know may end it
+SINCE = (2, 13)  # what an older PyTorch doesn't know may end it
 
 # One pinned allocation of 16 GiB was reported to work, and one of 32 GiB to fail, on a card of 32.
 MOST_GIB = 16
@@ -51,13 +51,6 @@ def exact_above(environ: Mapping[str, str]) -> float:
 def fits(size: int, most: int, environ: Mapping[str, str]) -> bool:
     """Whether a tier of `size` bytes may be one pinned allocation, and will take no more."""
     return exact_above(environ) < size <= most
-
-
-def risky(environ: Mapping[str, str], torch: str | None) -> bool:
-    """Whether PyTorch is told to keep pinned blocks that it did not round up, and fails at that."""
-    options = _options(environ)
-    keeps = options.get(ROUNDED, math.inf) < options.get(CACHED, math.inf)
-    return keeps and _version(torch) < MENDED
 
 
 def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[str, str]:

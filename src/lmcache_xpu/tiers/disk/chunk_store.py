@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.metrics import DISK_USED_BYTES, LOAD_DISK
-from lmcache_xpu.tiers.complaints import complain
+from lmcache_xpu.tiers import complain
 from lmcache_xpu.tiers.disk.chunk_file import (
     TEMPORARY,
     ChunkInfo,

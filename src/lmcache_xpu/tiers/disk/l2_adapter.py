@@ -13,6 +13,7 @@ Nothing raises into the server or waits for the disk there: tasks run in threads
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,9 @@ from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener,
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.metrics import LOAD_DISK, Stopwatch
+from lmcache_xpu.metrics import LOAD_DISK
+from lmcache_xpu.tiers import LOGGERS
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout, object_key, object_name
-from lmcache_xpu.tiers.complaints import LOGGERS
 from lmcache_xpu.tiers.disk.parameters import DiskSettings
 from lmcache_xpu.tiers.disk.writer import DiskWriter
 from lmcache_xpu.tiers.task_results import NUMBERS, Task, TaskAnswers, after_all
@@ -184,17 +185,15 @@ class DiskL2Adapter(TaskAnswers, L2AdapterInterface):  # type: ignore[misc]  # u
             self._notify_keys_accessed(keys)
 
     def _load(self, task: Task, index: int, key: ObjectKey, obj: MemoryObj) -> None:
-        watch = Stopwatch()
         try:
             name, layout = object_name(key), ChunkLayout.of(obj)
             info = self._store.info(name)
             if info is None or layout is None or info.meta != layout.text:
                 return
-            with watch.running():
-                is_hit = self._store.read(name, obj.byte_array, obj.is_valid)
-            if is_hit:
+            begun = time.perf_counter()
+            if self._store.read(name, obj.byte_array, obj.is_valid):
                 task.hit(index)
-                layout.count(LOAD_DISK, key, watch)
+                layout.count(LOAD_DISK, key, begun)
         except Exception as error:
             LOAD_DISK.failed(type(error).__name__)
             logger.exception("disk tier: a load failed (docs: troubleshooting#disk-load)")

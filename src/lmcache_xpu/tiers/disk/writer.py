@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -12,9 +13,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.memory_management import MemoryObj
 
-from lmcache_xpu.metrics import STORE_DISK, Stopwatch
+from lmcache_xpu.metrics import STORE_DISK
+from lmcache_xpu.tiers import complain
 from lmcache_xpu.tiers.chunk_layout import ChunkLayout
-from lmcache_xpu.tiers.complaints import complain
 from lmcache_xpu.tiers.disk.chunk_store import ChunkStore
 
 _DRAIN_SECONDS = 10.0
@@ -32,7 +33,8 @@ class DiskWriter:
     """Writes chunks, holding a reference to each until its write has ended. Thread-safe.
 
     `limit_bytes` bounds the chunks whose writes have not ended; a larger one is taken when it is
-    alone. So many threads write at a time.
+    alone. So many threads write at a time: of two chunks for which there is room for one, either
+    may be kept.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
@@ -101,15 +103,13 @@ class DiskWriter:
     def _write(
         self, key: CacheEngineKey | ObjectKey, name: str, obj: MemoryObj, used_ns: int
     ) -> None:
-        watch, layout = Stopwatch(), ChunkLayout.of(obj)
+        begun, layout = time.perf_counter(), ChunkLayout.of(obj)
         if layout is None:
             self.dropped += 1
             return
         try:
-            with watch.running():
-                stored = self._store.put(name, layout.text, obj.byte_array, used_ns, obj.is_valid)
-            if stored:
-                layout.count(STORE_DISK, key, watch)
+            if self._store.put(name, layout.text, obj.byte_array, used_ns, obj.is_valid):
+                layout.count(STORE_DISK, key, begun)
             elif obj.is_valid():
                 STORE_DISK.failed("crowded")
                 complain("a chunk found no room; not stored (docs: troubleshooting#disk-crowded)")
