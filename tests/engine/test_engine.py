@@ -10,7 +10,8 @@ import itertools
 
 import pytest
 from packaging.version import Version
-from support.engine_probe import CHUNKS, LONGER, OWN_BLOCKS, PARTS, QUESTIONS, WHOLE
+from support.engine_probe import OWN_BLOCKS, QUESTIONS, WHOLE
+from support.engine_tiers import CHUNKS, LONGER, PARTS
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import printed, run_probe
 

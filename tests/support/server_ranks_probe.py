@@ -15,7 +15,9 @@ from support.cache_server import CacheServer
 from support.probes import end_with
 from support.ranks import Blocks, Case, fail, fail_loads, mend
 from support.real_engine import CHUNK, LENGTHS, Engine, prompt
-from support.server_probe import COMES_BACK_S, answers, busy, counted, make, wait_for
+from support.server_asks import make
+from support.server_probe import COMES_BACK_S
+from support.server_workers import answers, busy, counted, wait_for
 
 # Chunks of a prompt.
 FAULTS = {"fails its loads": 3, "computes behind": 4, "fails its stores": 5}

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from support.cache_server import CacheServer
 from support.real_engine import BLOCK, CHUNK, Engine, prompt
-from support.server_probe import asked, make
+from support.server_asks import asked, make
 from support.server_workers import answers, busy, counted, half, on_next, on_next_layer, wait_for
 from support.soak_report import Tally, table, verdict
 

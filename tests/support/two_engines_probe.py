@@ -16,7 +16,7 @@ from typing import Any
 
 from support.probes import end_with
 from support.real_engine import BLOCK, CHUNK, Engine, prompt
-from support.server_probe import asked, make
+from support.server_asks import asked, make
 from support.server_workers import busy, counted, on_next, wait_for
 
 SHARED = (4 * CHUNK + 77, 3 * CHUNK + BLOCK, 2 * CHUNK + 40)

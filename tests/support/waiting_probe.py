@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from support import newer_runner
-from support.engine_probe import local, locks, settle
+from support.engine_tiers import local, locks, settle
 from support.probes import end_with
 from support.real_engine import BLOCK, CHUNK, Engine, hit, prompt
 
