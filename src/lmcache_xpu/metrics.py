@@ -135,7 +135,6 @@ def loaded(way: Literal["step", "async", "computed"], loads: int = 1) -> None:
 _LATE = "The engine took longer than memory is lent for. No action"
 _UNFILLED = "It was computed from a load that failed. It is computed and stored anew"
 _SERVER_LOST = "LMCache's server did not answer. Nothing moves until it does: look at its log"
-_SERVER_LATE = "The engine took longer than the server lends its memory for. No action"
 _REASONS: dict[tuple[Direction, Tier], dict[str, str]] = {
     ("store", "cpu"): {
         "late": _LATE,
@@ -170,7 +169,7 @@ _REASONS: dict[tuple[Direction, Tier], dict[str, str]] = {
         "server": "The server did not answer in time. It is left alone, and tried again later",
     },
     ("store", "server"): {
-        "late": _SERVER_LATE,
+        "late": _LATE,
         "overtaken": "The engine needed the blocks before the server answered. Accept fewer hits",
         "refused": "The server did not take what was stored. Look at its log",
         "server": _SERVER_LOST,
@@ -178,7 +177,7 @@ _REASONS: dict[tuple[Direction, Tier], dict[str, str]] = {
     },
     ("load", "server"): {
         "damaged": "The server's memory held something else, or half of it. It was computed",
-        "late": _SERVER_LATE,
+        "late": _LATE,
         "missing": "What was promised was gone: evicted, or the server is another one. No action",
         "server": _SERVER_LOST,
     },

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lmcache_xpu.cli import app
 from lmcache_xpu.errors import SettingsError
 from lmcache_xpu.launch.model_support import weights_bytes
-from lmcache_xpu.launch.sizing import KVShape, agent_compute, fit
+from lmcache_xpu.launch.sizing import KVShape, fit
 
 pytestmark = [
     pytest.mark.filterwarnings(rf"ignore::DeprecationWarning:{package}\..*")
@@ -103,8 +103,11 @@ def test_the_machine_holds_the_tiers_of_every_device(tmp_path):
     ("tokens_per_agent", "compute"),
     [(250_000, 1.15), (249_999, 1.55), (125_000, 1.55), (75_000, 3.3), (25_000, 13.4), (1, None)],
 )
-def test_what_agents_compute_depends_on_the_tokens_for_each(tokens_per_agent, compute):
-    assert agent_compute(tokens_per_agent) == compute
+def test_what_agents_compute_depends_on_the_tokens_for_each(tmp_path, tokens_per_agent, compute):
+    shape = KVShape.of_model(write(tmp_path, LLAMA_3_8B))
+    room = {"CPU": 2 * tokens_per_agent * shape.token_bytes / 2**30}
+    fitted = fit(shape, context_tokens=1, users=2, chunk_tokens=1, tiers_gib=room, agents=True)
+    assert fitted.tiers["CPU"].compute == compute
 
 
 def test_agents_count_250_000_tokens_each(tmp_path):

@@ -26,9 +26,6 @@ def engine(model: str, disk: str):
     from vllm import LLM
 
     connector = connector_options({"model": model, "cpu_gib": CPU_GIB, "disk_path": disk})
-    # A second engine on CPU looks through all modules for kernels to replace, and stops at this
-    # one, which LMCache brings: it claims to have any attribute.
-    sys.modules.pop("llvmlite.binding.ffi", None)
     return LLM(
         model,
         dtype="float32",

@@ -151,8 +151,32 @@ def test_an_untested_version_goes_on_when_asked():
     assert printed_values["hooked"]
 
 
+DEFAULT = """
+import importlib, json, sys
+from lmcache_xpu.vllm_hooks import patches
+patches.install((patches.SECOND_ENGINES,))
+patch = patches.SECOND_ENGINES
+print(json.dumps(patch.absent() or patch.in_place(importlib.import_module(patch.module))))
+"""
+
+
+def test_the_default_connector_lets_another_engine_start_in_its_process():
+    """With the variable that `serve` sets for it; LMCache brings what vLLM can't look through."""
+    assert run_in_fork(DEFAULT, LMCACHE_XPU_STOCK="1") is True
+
+
 def test_served_devices():
     assert patches.served_devices({}) == ("xpu", "cpu")
     assert patches.served_devices({patches.DEVICES_VARIABLE: "xpu, cuda"}) == ("xpu", "cuda")
     with pytest.raises(SettingsError, match="tpus"):
         patches.served_devices({patches.DEVICES_VARIABLE: "tpus"})
+
+
+def test_a_module_that_a_version_lacks_is_no_patch_that_is_missing():
+    """vLLM 0.26 has no vllm.triton_utils.dispatcher."""
+    mandatory = patches.Patch("no_such_module_of_vllm", "name", lambda original: original)
+    optional = patches.Patch(
+        "no_such_module_of_vllm", "name", lambda original: original, optional=True
+    )
+    assert optional.absent()
+    assert not mandatory.absent()

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import wrapt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -27,7 +26,7 @@ from lmcache_xpu import versions
 from lmcache_xpu.connector.request_guard import guarded
 from lmcache_xpu.connector.stats import StatsHooks
 from lmcache_xpu.errors import SettingsError
-from lmcache_xpu.vllm_hooks.patches import WORKER_HOOKS
+from lmcache_xpu.vllm_hooks.patches import SECOND_ENGINES, WORKER_HOOKS, install
 from lmcache_xpu.vllm_hooks.process_end import end_with_parent
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class LMCacheXPUServerConnector(StatsHooks, KVConnectorBase_V1, SupportsHMA):  #
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         beat_s = float(options.get(HEARTBEAT, HEARTBEAT_S))
         if is_worker:
-            wrapt.register_post_import_hook(WORKER_HOOKS, WORKER_HOOKS.module)
+            install((WORKER_HOOKS, SECOND_ENGINES))
             self.worker_half = WorkerHalf(
                 vllm_config, kv_cache_config, options, client, groups, beat_s
             )

@@ -13,8 +13,6 @@ CHUNK_TOKENS = 256  # LMCache's and our default; no metric says it
 FULL = 0.95
 # Reasons that cost hits, and need nobody.
 HARMLESS = ("incomplete", "behind", "late", "missing", "overtaken", "unfilled")
-
-
 TIERS = ("cpu", "disk", "shared")
 
 

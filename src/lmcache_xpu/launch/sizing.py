@@ -169,7 +169,8 @@ def fit(
             own = dataclasses.replace(shape, tier_dtype="").history_bytes(tokens, chunk_tokens)
             held = int(gib * GIB) / (own if name == "engine" else history)
             held_tokens = int(held * chunks) * chunk_tokens
-            compute = agent_compute(held_tokens / users) if agents else None
+            each = held_tokens / users if agents else 0
+            compute = next((x for least, x in AGENT_COMPUTE.items() if each >= least), None)
             tiers[name] = Tier(gib, held_tokens, int(held), held >= users, compute)
     return Fit(
         token_bytes=shape.token_bytes,
@@ -179,11 +180,6 @@ def fit(
         tiers=tiers,
         machine_gib={name: tier.gib * devices for name, tier in tiers.items() if name != "engine"},
     )
-
-
-def agent_compute(tokens: float) -> float | None:
-    """Return the most that is computed with so many tokens of tier for each agent at work."""
-    return next((times for least, times in AGENT_COMPUTE.items() if tokens >= least), None)
 
 
 def _layer(config: Any, tensor_parallel: int) -> tuple[str, int, str]:

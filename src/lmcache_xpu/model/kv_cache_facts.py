@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lmcache_xpu import versions
 from lmcache_xpu.errors import LayoutError, SettingsError
 from lmcache_xpu.model.kv_cache_groups import WHOLE, check_states, layer_specs
-from lmcache_xpu.model.layer_kinds import states_error
+from lmcache_xpu.model.layer_kinds import OTHER_WAYS, LayerKinds
 from lmcache_xpu.model.model_fingerprint import fingerprint
 from lmcache_xpu.model.model_settings import settings_mark
 from lmcache_xpu.versions import vllm
@@ -45,7 +45,13 @@ def check_model(vllm_config: VllmConfig, *, layerwise: bool = False) -> None:
     """
     model, drafter = vllm_config.model_config, vllm_config.speculative_config
     if model.is_hybrid:
-        raise states_error(model.hf_text_config)
+        config = model.hf_text_config
+        kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
+        raise SettingsError(
+            f"layers of {kinds} in a {config.model_type}",
+            "attention in every layer",
+            "Layer by layer LMCache can't restore them. " + OTHER_WAYS,
+        )
     if drafter is None:
         return
     if drafter.method not in _DRAFTERS:

@@ -100,13 +100,3 @@ def read_config(model: str, *, cached: bool = False) -> PretrainedConfig:
 def _floats(value: dict[str, Any]) -> Any:
     """Read numbers that JSON lacks, as transformers writes them: {"__float__": "Infinity"}."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
-
-
-def states_error(config: PretrainedConfig) -> SettingsError:
-    """Return the error for a model that is not attention alone."""
-    kinds = ", ".join(LayerKinds.of_config(config).other) or "a kind that keeps a state"
-    return SettingsError(
-        f"layers of {kinds} in a {config.model_type}",
-        "attention in every layer",
-        "Layer by layer LMCache can't restore them. " + OTHER_WAYS,
-    )

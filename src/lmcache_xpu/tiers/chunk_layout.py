@@ -81,10 +81,7 @@ class ChunkLayout:
         return int(self.shapes[0][dimension])
 
     def count(self, flow: Flow, key: CacheEngineKey | ObjectKey, begun: float) -> None:
-        """Count a chunk that was moved; of one in parts, the first part's key counts the tokens.
-
-        The move had `begun` at this time of `time.perf_counter`.
-        """
+        """Count a move since `begun`, by `perf_counter`; a chunk's first part counts its tokens."""
         is_first = not (getattr(key, "layer_id", 0) or getattr(key, "object_group_id", 0))
         tokens = self.tokens if is_first else 0
         flow.moved(time.perf_counter() - begun, size_bytes=self.size, tokens=tokens)

@@ -58,16 +58,13 @@ def allocator_variables(environ: Mapping[str, str], torch: str | None) -> dict[s
 
     None for a version of PyTorch that does not know the option, or where it is told already.
     """
-    if _version(torch) < SINCE or exact_above(environ) < math.inf:
+    release = tuple(int(part) for part in re.findall(r"\d+", torch or "")[:2])
+    if release < SINCE or exact_above(environ) < math.inf:
         return {}
     # Whichever PyTorch reads.
     names = [name for name in VARIABLES if environ.get(name)] or [VARIABLES[-1]]
     option = f"{CACHED}:{CACHED_MIB}"
     return {name: ",".join(filter(None, (environ.get(name), option))) for name in names}
-
-
-def _version(torch: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", torch or "")[:2])
 
 
 def _options(environ: Mapping[str, str]) -> dict[str, int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import operator
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -43,6 +45,7 @@ class Patch:
     module: str
     attribute: str  # its name; with a dot, of a class
     replace: Callable[[Any], Any]  # makes the replacement from the original
+    optional: bool = False  # some versions do without it
 
     @property
     def name(self) -> str:
@@ -51,11 +54,19 @@ class Patch:
 
     def __call__(self, module: ModuleType) -> None:
         """Replace the attribute; does nothing when it is replaced already."""
-        if not self.in_place(module):
+        if self.needed(module) and not self.in_place(module):
             holder, name = self._holder(module)
             replacement: Any = self.replace(getattr(holder, name))
             replacement.__lmcache_xpu__ = True
             setattr(holder, name, replacement)
+
+    def needed(self, module: ModuleType) -> bool:
+        """Whether this version has the attribute, or should have."""
+        return not self.optional or hasattr(*self._holder(module))
+
+    def absent(self) -> bool:
+        """Whether this version lacks the module, and need not have it."""
+        return self.optional and importlib.util.find_spec(self.module) is None
 
     def in_place(self, module: ModuleType) -> bool:
         """Whether the attribute is a replacement made here."""
@@ -84,6 +95,22 @@ def _hooking(original: Callable[..., Any]) -> Callable[..., Any]:
     return getattribute
 
 
+# Modules that hold an object which claims any attribute, `__dict__` included.
+UNREADABLE = ("llvmlite.binding.ffi",)
+
+
+def _without_unreadable(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def look_through_modules(*args: Any, **kwargs: Any) -> Any:
+        hidden = {name: sys.modules.pop(name) for name in UNREADABLE if name in sys.modules}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            sys.modules.update(hidden)
+
+    return look_through_modules
+
+
 def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def labels(metadata: Any) -> Any:
@@ -95,16 +122,19 @@ def _with_served_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # vLLM's worker tells no connector that the weights change, which cached KV would outlive.
 WORKER_HOOKS = Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.__getattr__", _hooking)
+# On CPU an engine looks through all modules, and fails on LMCache's, if it is there before.
+SECOND_ENGINES = Patch(
+    "vllm.triton_utils.dispatcher", "_rebind_kernels", _without_unreadable, optional=True
+)
 PATCHES = (
     WORKER_HOOKS,
     # After a load that failed it gives wrong tokens with the runner that XPU uses. For engines that
     # were not started with `--scheduler-cls`.
     Patch("vllm.v1.core.sched.scheduler", "Scheduler._handle_invalid_blocks", beginning_anew),
+    SECOND_ENGINES,
     # LMCache's metrics, which need no key, have the model's directory as a label.
     Patch("lmcache.observability", "PrometheusLogger._metadata_to_labels", _with_served_name),
 )
-
-_installed = False
 
 
 def register(factory: ModuleType) -> bool:
@@ -119,16 +149,13 @@ def register(factory: ModuleType) -> bool:
     return takes_stock_name
 
 
-def install() -> None:
-    """Put the patches in place, now or when their modules are imported. May be called again.
+def install(patches: Iterable[Patch] = PATCHES) -> None:
+    """Put patches in place, now or when their modules are imported. May be called again.
 
     Does not look at versions: callers ask `versions.allowed` or `versions.check` first.
     """
-    global _installed
-    if not _installed:
-        _installed = True
-        for patch in PATCHES:
-            wrapt.register_post_import_hook(patch, patch.module)
+    for patch in patches:
+        wrapt.register_post_import_hook(patch, patch.module)
 
 
 def served_devices(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -168,7 +195,8 @@ def status() -> Status:
     if software.lmcache is not None and versions.allowed(software):
         install()
         for patch in PATCHES:
-            patches[patch.name] = patch.in_place(importlib.import_module(patch.module))
+            if not patch.absent() and patch.needed(module := importlib.import_module(patch.module)):
+                patches[patch.name] = patch.in_place(module)
         factory = importlib.import_module(FACTORY)
         if register(factory):
             registry = factory.KVConnectorFactory._registry

@@ -66,9 +66,9 @@ def test_chunks_of_a_clock_that_was_ahead_keep_their_order(index, monkeypatch, a
 
 def test_what_is_reserved_is_not_given_twice(index):
     index.remove("a")
-    index.reserve(SIZE)
+    index.reserved_bytes += SIZE
     assert not index.fits(SIZE)
-    index.reserve(-SIZE)
+    index.reserved_bytes -= SIZE
     assert index.fits(SIZE)
 
 

@@ -70,10 +70,6 @@ class ChunkIndex:
         for entry in self._entries.values():
             self._tell(entry)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Set room aside for a write under way; a size below 0 gives it back."""
-        self.reserved_bytes += size_bytes
-
     def add(self, name: str, info: ChunkInfo, used_ns: int, key: str = "") -> None:
         """Add an entry, in place of one of this name."""
         self.remove(name)

@@ -120,7 +120,7 @@ class ChunkStore:
                 self._count["dropped"] += 1
                 return False
             temporary = self._held.at(f"{next(self._serial)}{TEMPORARY}")
-            index.reserve(size)
+            index.reserved_bytes += size
         is_stored = False
         try:
             try:
@@ -145,7 +145,7 @@ class ChunkStore:
                     self._count["dropped"] += 1
                     try:
                         temporary.unlink(missing_ok=True)
-                        index.reserve(-size)
+                        index.reserved_bytes -= size
                     except OSError:  # it keeps its room
                         self._count["errors"] += 1
 
@@ -277,7 +277,7 @@ class ChunkStore:
             raise OSError("the store was closed during the write")
         temporary.rename(self._held.at(name))
         self._index.add(name, info, used_ns, key)
-        self._index.reserve(-disk_bytes(info.payload_bytes))
+        self._index.reserved_bytes -= disk_bytes(info.payload_bytes)
         self._count["stored"] += 1
         DISK_USED_BYTES.set(self._index.used_bytes)
         self._mark(name, self._index.planned(name, used_ns))
