@@ -76,6 +76,8 @@ OWN = {  # of classes of this package, and of events that it makes
     "copies/step_loads.py: load.located",
     "copies/step_loads.py: load.pipeline",
     "copies/step_loads.py: load.pipeline.states",
+    "tiers/disk/chunk_store.py: index.reserved_bytes",
+    "tiers/disk/chunk_store.py: self._index.reserved_bytes",
     "tiers/disk/chunk_index.py: entry.info",
     "tiers/disk/chunk_index.py: entry.key",
     "tiers/disk/chunk_index.py: entry.used_ns",
