@@ -46,6 +46,11 @@ def caches(worker):
 
 
 def zero(worker):
+    from vllm.distributed import kv_transfer
+
+    group = kv_transfer.get_kv_transfer_group() if kv_transfer.has_kv_transfer_group() else None
+    if (half := getattr(group, "worker_half", None)) is not None:
+        half.transfers.let_write()  # as before a step: stores that still read blocks end
     for cache in caches(worker):
         cache.zero_()
 

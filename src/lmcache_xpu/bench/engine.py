@@ -171,6 +171,10 @@ class Engine:
 
 
 def _zero(worker: Any) -> None:
+    from lmcache_xpu.vllm_hooks.worker_hooks import worker_half
+
+    if (half := worker_half(worker.vllm_config)) is not None:
+        half.drain()  # stores of this package keep no blocks
     for cache in worker.model_runner.kv_caches:
         for tensor in _tensors(cache):
             tensor.zero_()

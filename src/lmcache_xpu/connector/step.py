@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from lmcache_xpu.model.kv_cache_groups import CacheGroup
 
-FULL = "FULL"  # vLLM's CUDAGraphMode
-
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # untyped base
@@ -127,13 +125,13 @@ def may_run_as_one_graph(config: VllmConfig, context: Any, arguments: dict[str, 
     `start_load_kv` beside it.
     """
     if context.attn_metadata is not None and "attn_metadata" not in arguments:
-        return bool(context.cudagraph_runtime_mode.name == FULL)  # decided already
+        return bool(context.cudagraph_runtime_mode.name == "FULL")  # decided already
     # The newer model runner loads before it decides.
     mode = config.compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return False
     step = arguments.get("scheduler_output")
-    if step is None or mode.mixed_mode().name == FULL:
+    if step is None or mode.mixed_mode().name == "FULL":
         return True
     decode_tokens = 1 + (config.num_speculative_tokens or 0)
     return max(step.num_scheduled_tokens.values(), default=0) <= decode_tokens

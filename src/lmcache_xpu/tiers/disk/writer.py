@@ -33,8 +33,7 @@ class DiskWriter:
     """Writes chunks, holding a reference to each until its write has ended. Thread-safe.
 
     `limit_bytes` bounds the chunks whose writes have not ended; a larger one is taken when it is
-    alone. So many threads write at a time: of two chunks for which there is room for one, either
-    may be kept.
+    alone. So many threads write: of two chunks with room for one, either may be kept.
     """
 
     def __init__(self, store: ChunkStore, limit_bytes: int, threads: int) -> None:
