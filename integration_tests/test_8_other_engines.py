@@ -84,7 +84,7 @@ def test_after_sigkill_its_successor_finds_what_was_complete(killed: Killed, sta
         assert engine.ask(killed.prompt).token_ids == killed.answer
         assert not list(killed.settings["disk_path"].rglob("*.tmp"))
         assert engine.status("/v1/completions", model="exact", prompt="a") == 401
-        drained = engine.answering(tokens("drained", 500), 500)
+        drained = engine.answering(tokens("drained", 500), 100)
         with drained as answer, ThreadPoolExecutor(1) as threads:
             lines = answer.iter_lines()
             assert '"finish_reason":null' in next(lines)  # its first token: it runs
