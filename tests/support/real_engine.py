@@ -46,10 +46,9 @@ def caches(worker):
 
 
 def zero(worker):
-    from vllm.distributed import kv_transfer
+    from lmcache_xpu.vllm_hooks.worker_hooks import worker_half
 
-    group = kv_transfer.get_kv_transfer_group() if kv_transfer.has_kv_transfer_group() else None
-    if (half := getattr(group, "worker_half", None)) is not None:
+    if (half := worker_half(worker.vllm_config)) is not None:
         half.transfers.let_write()  # as before a step: stores that still read blocks end
     for cache in caches(worker):
         cache.zero_()
