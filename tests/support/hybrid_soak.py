@@ -229,6 +229,8 @@ def main() -> dict[str, Any]:
         if wanted.device != "cpu":
             options["dtype"] = "bfloat16"  # half of the bytes: as many are preempted
             options["gpu_memory_utilization"] = 0.05  # several kinds share a device
+            if wanted.kind == "heads of two sizes":  # vLLM's first choice there imports CUTLASS
+                options["attention_config"] = {"backend": "TRITON_ATTN"}
         if KINDS[wanted.kind] is STATES:  # chunks of a block, as `serve` has them
             settings["chunk_tokens"] = BLOCK
             options["kv_cache_memory_bytes"] = 2**24

@@ -33,6 +33,11 @@ class Asked:
         """Tokens at the beginning that were not computed."""
         return self.own + self.external
 
+    def computed(self, sizes: Sequence[int]) -> Blocks:
+        """Return the blocks that were not cached; `sizes` are the tokens of a block, by group."""
+        begin = 0 if self.failed else self.cached
+        return {key: row for key, row in self.blocks.items() if key[1] * sizes[key[0]] >= begin}
+
 
 @contextmanager
 def promised(connector: Any) -> Iterator[dict[str, int]]:

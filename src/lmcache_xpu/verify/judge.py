@@ -147,7 +147,9 @@ class Judge:
                 continue
             result.hit += asked.external
             tokens = min(_kept(asked), _common(pair.stored.prompt, asked.prompt))
-            compared, different = differences(self._facts, pair.stored.blocks, asked.blocks, tokens)
+            compared, different = differences(
+                self._facts, pair.stored.blocks, asked.blocks, tokens, *pair.recomputed
+            )
             result.compared += compared
             result.different += different
             if pair.alone and not different and asked.cached in (0, *pair.stored.ends):
@@ -186,9 +188,12 @@ class Judge:
 
 
 def differences(
-    facts: Facts, expected: Blocks, actual: Blocks, tokens: int | None = None
+    facts: Facts, expected: Blocks, actual: Blocks, tokens: int | None = None, *others: Blocks
 ) -> tuple[int, list[str]]:
-    """Compare blocks, or those that the first tokens fill; return how many, and which differ."""
+    """Compare blocks, or those that the first tokens fill; return how many, and which differ.
+
+    A layer's bytes may be those of the same block in `others`, too.
+    """
     sizes = facts.block_tokens
     both = sorted(
         (place * sizes[group], group, place)
@@ -197,8 +202,10 @@ def differences(
     )
     different = []
     for token, group, place in both:
-        pairs = zip(facts.layers[group], expected[group, place], actual[group, place], strict=True)
-        if layers := [layer for layer, before, after in pairs if before != after]:
+        key = group, place
+        before = expected[key], *(blocks[key] for blocks in others if key in blocks)
+        columns = zip(facts.layers[group], actual[key], *before, strict=True)
+        if layers := [layer for layer, digest, *allowed in columns if digest not in allowed]:
             different.append(f"block {place} (token {token}), group {group}, layer {layers[0]}")
     return len(both), different
 
