@@ -5,13 +5,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from packaging.version import Version
+from rich.console import Console
+from support.hybrid_probe import STATES
 from support.real_engine import BLOCK, CHUNK, LENGTHS, cached
 from support.scripts import environment, printed, run_probe, threads_of_ranks
 from support.server_ranks_probe import FAULTS
-from support.tiny_models import with_kv_heads
+from support.tiny_models import LAYERS, qwen3_next, with_kv_heads
+
+from lmcache_xpu import versions
+from lmcache_xpu.cli.verify import starter
+from lmcache_xpu.verify.cases import Case, begin, hit
+from lmcache_xpu.verify.judge import Judge, Outcome, do
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone]
 
@@ -64,3 +73,35 @@ def test_hits_of_all_ranks_come_back_when_the_server_does(seen):
     assert [asked["hit"] for asked in seen["killed"]] == [0, 0]
     assert all(is_exact(asked, cached("inside"), seen["ranks"]) for asked in turns)
     assert turns[-1]["hit"] == cached("inside")
+
+
+@pytest.mark.timeout(400)  # two engines of two ranks
+@pytest.mark.skipif(
+    Version(str(versions.installed().vllm)) < Version("0.30"),
+    reason="0.26's CPU engine ends with states of two ranks, also without a connector",
+)
+def test_states_are_exact_on_both_ranks(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Every block of each rank, as it was stored and as ranks without the connector compute it."""
+    variables = environment(LMCACHE_XPU_TENSOR_PARALLEL="2", **threads_of_ranks(2))
+    for name in ("PYTHONPATH", "LMCACHE_XPU_TENSOR_PARALLEL", *threads_of_ranks(2)):
+        monkeypatch.setenv(name, variables[name])
+    options = {**STATES, "block_size": BLOCK}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    model = str(qwen3_next(tmp_path))
+    start = starter(model, None, None, words, 200, Console(quiet=True))
+    asked = [
+        Case("the same prompt", 3 * BLOCK + 18),
+        Case("another question", 3 * BLOCK + 18, 3 * BLOCK + 6, 40),
+        Case("a block in vLLM's own cache", 3 * BLOCK + 18, own=1),
+    ]
+    with start("connector") as child:
+        facts = do(child, "start", begin)
+        pairs = [do(child, case.name, partial(hit, case=case)) for case in asked]
+    with start("plain") as child:
+        do(child, "start", begin)
+        results = Judge(facts, child, start).results(pairs)
+    assert sum(map(len, facts.layers)) > 2 * LAYERS  # of both ranks; a state has two tensors
+    for result in results:
+        assert result.outcome is Outcome.EXACT, (result.case, result.different, result.note)
+        assert result.hit >= 2 * BLOCK
+        assert result.note == ""  # also what engines without the connector compute
