@@ -182,8 +182,7 @@ def crowd(engine: Engine) -> list[Pair]:
             again.append(asked.computed(cache.block_tokens))
     for number in third[:AT_ONCE]:
         stored, asked = all_stored[number], alone(engine, prompts[number], ())
-        again = recomputed[number]
-        pairs.append(Pair("asked again after an abort", stored, asked, False, again))
+        pairs.append(Pair("asked again after an abort", stored, asked, False, recomputed[number]))
     return pairs
 
 

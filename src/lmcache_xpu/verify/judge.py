@@ -72,8 +72,7 @@ def verify(start: Start, *, restart: bool, disk: Path | None = None) -> list[Res
             for number, name in enumerate(("after a restart", "from files with a flipped byte")):
                 if number and (disk is None or not cases.damage(disk)):
                     break
-                half = stored[number::2]
-                job = partial(cases.ask_again, name=name, all_stored=half)
+                job = partial(cases.ask_again, name=name, all_stored=stored[number::2])
                 pairs += do(child, name, job)
     with start("plain") as child:
         do(child, "start without the connector", cases.begin)
