@@ -149,15 +149,21 @@ def test_another_question_is_compared_as_far_as_prompts_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("digests", "outcome"),
-    # A layer's bytes are stored for each rank: a rank may have dropped them, and another not.
-    [([11, 21], "exact"), ([1, 2], "exact"), ([1, 21], "exact"), ([1, 22], "WRONG")],
+    ("ranks", "digests", "outcome"),
+    [
+        (1, [11, 21], "exact"),
+        (1, [1, 2], "exact"),
+        (1, [1, 21], "WRONG"),  # half of each, as of an object that is half written
+        (2, [1, 21], "exact"),  # a rank had dropped its part, and the other had not
+        (2, [1, 22], "WRONG"),
+    ],
 )
-def test_a_block_that_was_recomputed_may_have_either_bytes(digests, outcome):
+def test_a_block_that_was_recomputed_may_have_either_bytes(ranks, digests, outcome):
     """A cache that is too small drops blocks; computed among others they are rounded otherwise."""
     recomputed = [{(0, 1): [1, 2]}, {(0, 2): [3, 4]}]
     now = hit(blocks=with_block((0, 1), digests))
-    result = judged(Pair("", asked(), now, alone=False, recomputed=recomputed))
+    pair = Pair("", asked(), now, alone=False, recomputed=recomputed)
+    result = Judge(replace(FACTS, ranks=ranks), Engine(), lambda _: None).result("case", [pair])
     assert (result.outcome, result.compared) == (outcome, 6)
 
 

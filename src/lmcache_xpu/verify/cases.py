@@ -55,6 +55,7 @@ class Facts:
     tokens: int  # of prompts that fit at once
     longest: int  # tokens of a prompt
     drafts: bool = False  # by layers with keys and values (EAGLE, MTP)
+    ranks: int = 1  # that share each layer: its digests are those of one after another
 
     @property
     def block(self) -> int:
@@ -83,9 +84,12 @@ def facts(engine: Engine) -> Facts:
     config = engine.scheduler.kv_cache_config
     sizes = block_tokens(config)
     tokens = (config.num_blocks - 1) // len(sizes) * max(sizes)
-    drafter = engine.scheduler.vllm_config.speculative_config
+    vllm_config = engine.scheduler.vllm_config
+    drafter = vllm_config.speculative_config
     longest = engine.scheduler.max_model_len - ANSWER
-    return Facts(sizes, engine.layers(), tokens, longest, bool(drafter and drafter.use_eagle()))
+    drafts = bool(drafter and drafter.use_eagle())
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Facts(sizes, engine.layers(), tokens, longest, drafts, ranks)
 
 
 def cases(cache: Facts) -> list[Case]:

@@ -191,7 +191,7 @@ def differences(
 ) -> tuple[int, list[str]]:
     """Compare blocks, or those that the first tokens fill; return how many, and which differ.
 
-    A layer's bytes may be those of the same block in `others`, too.
+    What a rank has of a block may also be all that it has of the same block in one of the `others`.
     """
     sizes = facts.block_tokens
     both = sorted(
@@ -201,11 +201,15 @@ def differences(
     )
     different = []
     for token, group, place in both:
-        key = group, place
-        before = expected[key], *(blocks[key] for blocks in others if key in blocks)
-        columns = zip(facts.layers[group], actual[key], *before, strict=True)
-        if layers := [layer for layer, digest, *allowed in columns if digest not in allowed]:
-            different.append(f"block {place} (token {token}), group {group}, layer {layers[0]}")
+        key, layers = (group, place), facts.layers[group]
+        allowed = [expected[key], *(blocks[key] for blocks in others if key in blocks)]
+        length = len(layers) // facts.ranks or 1
+        for rank in (slice(at, at + length) for at in range(0, len(layers), length)):
+            if actual[key][rank] not in [row[rank] for row in allowed]:
+                columns = zip(layers[rank], expected[key][rank], actual[key][rank], strict=True)
+                layer = next(layer for layer, before, after in columns if before != after)
+                different.append(f"block {place} (token {token}), group {group}, layer {layer}")
+                break
     return len(both), different
 
 
